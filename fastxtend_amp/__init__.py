@@ -14,7 +14,7 @@ from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused
 from .devices import sharded as _sharded
-from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric
+from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric, precision_report
 from .tools.memory import keep_freed_memory
 from .tools.support import precision_support
 
@@ -23,7 +23,7 @@ if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # use
 # `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
 __all__ = ['AMPMode', 'HalfWeights', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
            'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'keep_freed_memory',
-           'precision_support']
+           'precision_report', 'precision_support']
 
 
 def __getattr__(name):

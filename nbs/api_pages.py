@@ -206,7 +206,8 @@ def training_part():
     "Return the entries of the public names that `insight_part` does not have."
     first = ['MixedPrecision', 'HalfWeights', 'AMPMode', 'precision_support']
     names = [*first, *sorted({*fastxtend_amp.__all__} - {*first, *INSIGHT}, key=str.lower)]
-    return '\n\n'.join(entry(name, public(name)) for name in names)
+    text = '\n\n'.join(entry(name, public(name)) for name in names)
+    return text.replace('### precision_report', '### precision_report without a learner')
 
 
 def insight_part():

@@ -77,6 +77,7 @@ def test_what_is_named_is_there(name, text):
         text,
     ):
         names = set(inspect.signature(METHODS.get(method) or getattr(Learner, method)).parameters)
+        names |= {*inspect.signature(getattr(fastxtend_amp, method, len)).parameters}
         assert set(re.findall(r'(?:^|\s)(\w+)(?::[^=,]*)?=', given)) <= names, f'{method}({given})'
     for attr in re.findall(r'`learn\.precision\.(\w+)', text):
         assert hasattr(MixedPrecision, attr), attr
@@ -239,7 +240,7 @@ def test_the_manual_is_short():
     "Words, without the marks of tables and lists."
     others = 'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md'
     pages = {name: len(re.findall(r'\S*\w\S*', text)) for name, text in markdown() if name not in others}
-    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_000, pages
+    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_200, pages
 
 
 SNIPPET = """

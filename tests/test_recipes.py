@@ -11,7 +11,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from torch.nn import functional as F
 
-from fastxtend_amp import LossScaleMetric, SkippedStepsMetric, fused
+from fastxtend_amp import LossScaleMetric, SkippedStepsMetric, fused, precision_report
 from helpers import *
 from test_fastai import digit_images
 
@@ -104,6 +104,7 @@ def test_batchnorm_in_fp32():
     dtypes = output_dtypes(learn, learn.model[1])
     trained(learn, 'fp16')
     recipe('_BatchNorm', learn=learn)
+    learn.mixed_precision.on_overflow = 'ignore'  # no batch runs again
     learn.fit(1)
     assert dtypes == 6 * [torch.float16] + 6 * [torch.float32] and learn.mixed_precision.fp32_module_names == ['1']
 
@@ -178,6 +179,79 @@ def test_a_second_forward_pass_in_a_callback():
     learn.model.train()
     recipe('inference_mode', learn=learn, x=torch.randn(4, 6))
     assert dtypes == 13 * [torch.bfloat16] and finite(learn)
+
+
+# -- without a learner
+
+
+class OwnLoss(nn.Module):
+    "As a model of Hugging Face: called with the items of a batch; its output has the loss."
+
+    def __init__(self):
+        super().__init__()
+        self.net = Attentive()
+
+    def forward(self, x, labels=None):
+        pred = self.net(x)
+        loss = F.mse_loss(pred, labels) if labels is not None else None
+        return type('Output', (dict,), {'loss': loss})(loss=loss, logits=pred)
+
+
+def test_the_report_on_a_loop_without_a_learner():
+    loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
+    named = [{'x': x, 'labels': y} for x, y in loader]
+    trainer = type('Trainer', (), {'model': OwnLoss(), 'get_train_dataloader': lambda self: iter(named)})()
+    lit = type('Lit', (), {'net': Attentive()})
+    found = recipe('get_train_dataloader', lit=lit, train_dataloader=loader, trainer=trainer, F=F)
+    state = torch.get_rng_state()
+    precision_report(lit.net, loader, F.mse_loss, precisions='bf16')
+    assert torch.equal(state, torch.get_rng_state()) and not trainer.model._forward_pre_hooks
+    assert same([*lit.net.parameters()], [*Attentive().parameters()]) and not replaced(lit.net)
+    for report, name in ((found['report'], 'attn'), (found['trainers'], 'net.attn')):
+        calls = [v.call for v in report.verdicts.values()]
+        assert calls[0] == 'bf16' and calls[1].startswith('fp16') and f"fp32_modules=['{name}']" in calls[1]
+        assert 'learn.' not in repr(report)
+
+    def loss():
+        with torch.autocast('cpu', torch.float16):
+            return F.mse_loss(model(named[0]['x']).float(), named[0]['labels'])
+
+    model = Attentive()
+    assert loss().isnan()
+    recipe('def keep_in_fp32', model=model)
+    assert loss().isfinite()
+
+
+WRONG_BATCHES = {
+    'no batch': lambda: precision_report(linear(), [], F.mse_loss),
+    'no model': lambda: precision_report('model', loaders().train, F.mse_loss),
+    'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
+    'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
+    'no target': lambda: precision_report(linear(), [torch.randn(4, 6)], F.mse_loss),
+    'no labels': lambda: precision_report(OwnLoss(), [{'x': torch.randn(4, 6)}]),
+    'other arguments': lambda: precision_report(linear(), loaders().train, F.mse_loss, max_seconds=0),
+}
+
+
+def test_wrong_batches_and_losses(expected):
+    lines = []
+    for name, call in WRONG_BATCHES.items():
+        with pytest.raises((TypeError, ValueError)) as e:
+            call()
+        lines += [f'# {name}: {e.type.__name__}', str(e.value), '']
+    expected('any_loop', '\n'.join(lines))
+
+
+def test_models_of_transformers_and_lightning():
+    with_loss = pytest.importorskip('transformers')
+    config = with_loss.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
+    ids = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    report = precision_report(with_loss.GPT2LMHeadModel(config), [{'input_ids': ids, 'labels': ids}], precisions='bf16')
+    assert [v.call for v in report.verdicts.values()] == ['bf16']
+    lit = pytest.importorskip('lightning')
+    module = lit.LightningModule()
+    module.net, module.forward = linear(), lambda x: module.net(x)
+    assert precision_report(module, loaders().train, F.mse_loss).verdicts['bf16'].call == 'bf16'
 
 
 # -- logging

@@ -1,6 +1,7 @@
 "Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
 from ..training import learner as _core
 from ..training.callback import WATCHERS
+from .any_loop import precision_report
 from .choice import measure_and_choose
 from .comparison import PrecisionComparison
 from .fix import mend

@@ -1,0 +1,64 @@
+"`precision_report` without a learner: the report for a training loop of one's own."
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from torch import nn
+
+from ..learners import model_device
+from ..messages import check_argument
+from ..precisions.matching import unwrapped
+from .gradient import N_BATCHES
+from .random_states import random_state_kept
+from .report import PrecisionReport
+
+# What a verdict says instead of the calls of a learner.
+_CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': 'precision_report(..., precisions=',
+          r'learn\.compare_precision.*': '', r'learn\.model': 'model'}
+
+
+def precision_report(
+    model: nn.Module,
+    batches: Iterable, # A DataLoader or a list: of tuples of inputs and a target, or of dicts of the model's arguments
+    loss_func: Callable | None = None, # Called with the model's output and the target; None for dicts
+    *,
+    n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
+    **kwargs: Any # Other arguments of `Learner.precision_report`: `precisions`, `max_seconds`, `device`
+) -> PrecisionReport: # Calls in it are a precision with its arguments: 'fp16, init_scale=1024'
+    """Report whether a model trains in low precision, and which modules have to stay in fp32, without a learner.
+
+    Works as `Learner.precision_report`, and raises the same errors. The model is not modified and stays on its device.
+    With dicts, it is called as `model(**batch)`, as models of Hugging Face are, and its output has to have a `loss`.
+
+    Raises `TypeError` for other batches, and `ValueError` if there is no batch or no loss.
+    """
+    check_argument('model', model, lambda m: isinstance(m, nn.Module), 'a `torch.nn.Module`')
+    with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
+    if not drawn: raise ValueError('precision_report needs at least one batch, but `batches` has none.')
+    by_name = loss_func is None
+    for b in drawn:
+        if not (isinstance(b, Mapping) if by_name else isinstance(b, (tuple, list)) and len(b) > 1):
+            raise TypeError(f'batches has a {type(b).__name__}. It must have tuples of inputs and a target, with '
+                            '`loss_func`; or dicts, without it.')
+    if by_name: drawn = [(b, ()) for b in drawn]
+    dls = DataLoaders(drawn, drawn)
+    dls._device = model_device(model, 'cpu')                     # lists have none
+    learn = Learner(dls, model, _loss if by_name else loss_func)
+    hook = unwrapped(model).register_forward_pre_hook(lambda m, args, _: ((), args[0]), with_kwargs=True) if by_name \
+        else nullcontext()
+    with hook: report = learn.precision_report(dl=drawn, n_batches=n_batches, **kwargs)
+    for verdict in report.verdicts.values():
+        for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call).removesuffix(', ')
+    return report
+
+
+def _loss(output, _):
+    loss = getattr(output, 'loss', None)
+    if torch.is_tensor(loss): return loss
+    raise ValueError(f'The model returned a {type(output).__name__} without a loss.\nAdd the targets to the dicts, as '
+                     "'labels' for example; or pass tuples of inputs and a target, and `loss_func`.")
