@@ -1,14 +1,19 @@
-"""Change one line of the package, and see whether a test fails: `python tests/mutations.py [WORD...]`.
+"""Change one line of the package, and see whether a test fails: `python tests/mutations.py [WORD...] [--minutes N]`.
 
 A block of tests/mutations.txt names a file of the package, what a user would meet, and the tests that cover it. Then
 follow a line that the file has once, and a wrong one in its place. The command copies the checkout, applies one block,
 runs its tests until one fails, and prints a table. A mutation that survives means that a test is missing, or that the
 line is useless. First all of these tests run without a change: they must pass.
+
+With --minutes it tries the blocks of files that changed since the last tag, on this branch or in the last commit, or
+all if git does not know, until the time is over, in an order that is always the same. The tests must have passed.
 """
 
-import os, re, shutil, subprocess, sys, tempfile, time
+import math, os, re, shutil, subprocess, sys, tempfile, time
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,19 +63,39 @@ def killer(tests: list[str], row: Mutation | None = None) -> str:
     return '' if done.returncode == 0 else (failed or ['does not run'])[0].partition('::')[2] or 'does not run'
 
 
-def main(words: list[str]) -> None:
+def changed() -> set[str]:
+    "Return the files of the package that changed since the last tag, or on this branch, or in the last commit."
+
+    def git(*args: str) -> list[str]:
+        return subprocess.run(['git', *args], cwd=ROOT / 'fastxtend_amp', capture_output=True, text=True).stdout.split()
+
+    tags = git('describe', '--tags', '--abbrev=0')
+    forks = [base for main in ('origin/HEAD', 'main') for base in git('merge-base', 'HEAD', main)]
+    found = (git('diff', '--relative', '--name-only', base) for base in (*tags, *forks, 'HEAD~1'))
+    return {*next(filter(None, found), (row.file for row in MUTATIONS))}
+
+
+def main(words: list[str], minutes: float | None) -> None:
     rows = [row for row in MUTATIONS if not words or any(word in row.why + row.file for word in words)]
-    if broken := killer(sorted({test for row in rows for test in files_of(row)})):
+    if minutes:
+        files = changed()
+        rows = sorted((row for row in rows if row.file in files), key=lambda row: crc32(row.why.encode()))
+    elif broken := killer(sorted({test for row in rows for test in files_of(row)})):
         sys.exit(f'without a change this fails: {broken}')
-    survived = 0
-    for row in rows:
+    survived, n, until = 0, 0, time.monotonic() + 60 * (minutes or math.inf)
+    for n, row in enumerate(rows, 1):
         start, found = time.time(), killer(files_of(row), row)
         survived += not found
         told = f'killed by {found[:60]}' if found else 'SURVIVED'
         print(f'{row.file:26} {row.why[:60]:60} {time.time() - start:4.0f} s  {told}', flush=True)
-    print(f'{len(rows) - survived} of {len(rows)} killed')
+        if time.monotonic() > until:
+            break
+    print(f'{n - survived} of {n} killed; {len(rows) - n} were not tried')
     sys.exit(bool(survived))
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    parser = ArgumentParser(description=__doc__.partition('\n')[0])
+    parser.add_argument('words', nargs='*')
+    parser.add_argument('--minutes', type=float)
+    main(**vars(parser.parse_args()))
