@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..learners import is_sharded, training_device
 from ..messages import check_argument, first_line
+from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
+from .candidates import switch
 from .copied_callbacks import note_of_left_out, takes_part
 from .random_states import random_state_kept
 from .tensors import readable_weights
@@ -67,14 +69,16 @@ def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or i
 @contextmanager
 def copied_learner(
     learn: Learner, # Nothing in it changes
+    precision: Precision | None = None, # What the copy runs in; the learner's own if None
     optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Context manager: a copy of `learn`, to train or examine and throw away.
 
     Data loaders and their datasets are shared; everything else is a deep copy. The model is the one inside
-    `torch.compile` and DistributedDataParallel, so a copy does not communicate with other processes. `save`, `load`
-    and `export` of a copy do nothing. Gradients are enabled, autocast and warnings are disabled, and the random states
-    of Python, NumPy and torch are restored on exit. Only one thread at a time can have a copy.
+    `torch.compile` and DistributedDataParallel, so a copy does not communicate with other processes. In a precision
+    without autocast all 16-bit weights become fp32. `save`, `load` and `export` of a copy do nothing. Gradients are
+    enabled, autocast and warnings are disabled, and the random states of Python, NumPy and torch are restored on exit.
+    Only one thread at a time can have a copy.
 
     Raises `ValueError` if the learner cannot be copied, with the name of the part.
     """
@@ -86,6 +90,10 @@ def copied_learner(
         grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
         try:
             learn.model.zero_grad()
+            if precision:
+                if not precision.dtype: new.to_fp32()            # frozen 16-bit weights as well
+                # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
+                switch(new, copy.deepcopy(precision), on_overflow='ignore')
             yield new
         except Exception as e:
             if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11

@@ -1,7 +1,7 @@
 "Measuring of one training: the batches that all trainings share, and the losses, times and memory of each."
 from __future__ import annotations
 
-import copy, math, time
+import math, time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..tensors import map_tensors
 from ..training.loop import precision_callback
-from .candidates import FP32, switch
+from .candidates import FP32
 from .comparison import speed_up
 from .copies import begin_fit, check_above_0, check_learner, copied_learner, loader_like
 from .random_states import random_state, set_random_state
@@ -116,10 +116,7 @@ class Run:
 
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner in its precision, in the state that all copies start from."
-        self.learn = copies.enter_context(copied_learner(self.setting.learn, optimizer=True))
-        if not self.precision.dtype: self.learn.to_fp32()        # 16-bit weights as well
-        # A diagnosis would disturb the times.
-        switch(self.learn, copy.deepcopy(self.precision), on_overflow='ignore')
+        self.learn = copies.enter_context(copied_learner(self.setting.learn, self.precision, optimizer=True))
         if self.compiled: self.learn.model.compile()
         set_random_state(self.random_state)
         self.learn.fit(0, self.setting.lr)                       # creates the optimizer, or sets its hyper-parameters

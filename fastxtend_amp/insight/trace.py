@@ -14,9 +14,9 @@ from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..messages import first_line
 from ..precisions import Precision, find_precision
 from ..precisions.matching import ROOT, qualified_names
-from ..tensors import half_to_float, map_tensors
+from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
-from .candidates import FP32, like_own, switch
+from .candidates import like_own
 from .copies import begin_fit, copied_learner
 from .random_states import set_random_state
 from .recorder import Trace
@@ -82,16 +82,12 @@ def running_copy(
     in_fit: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]: # Its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
-    with copied_learner(learn) as copy, torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION):
-        if kind is Precision:
-            switch(copy, FP32)
-            copy.model._apply(half_to_float)                     # frozen weights, which autocast casts
-        else:
-            modules = dict(qualified_names(copy.model))
-            layers = like_own(learn, kind, keep).rounding(copy.model)
-            for name, rounded in layers.items(): round_as(rounded, modules[name])
-            # The precision of this dtype needs neither hardware nor other packages.
-            switch(copy, like_own(learn, find_precision(kind.dtype), keep, scale), on_overflow='ignore')
+    own, of_dtype = like_own(learn, kind, keep), find_precision(kind.dtype or torch.float32)
+    # The precision of this dtype needs neither hardware nor other packages.
+    with (copied_learner(learn, like_own(learn, of_dtype, keep, scale)) as copy,
+          torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION)):
+        modules = dict(qualified_names(copy.model))
+        for name, rounded in own.rounding(copy.model).items(): round_as(rounded, modules[name])
         copy.create_opt()                                        # callbacks may read it,
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
         if in_fit:                                               # callbacks have already prepared its batch
