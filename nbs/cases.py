@@ -1,13 +1,14 @@
 """Public cases in which low precision broke training, and healthy models: the verdicts of the report, as a table.
 
-`python nbs/cases.py` runs all, and writes the tables into `benchmarks/cases.md`; it needs transformers and timm.
-`python nbs/cases.py NAME ...` prints the rows of some. Each model is built small from the description in its thread,
-with random weights of a size at which the thread's values appear.
+`python nbs/cases.py` runs all, each in a process of its own, and writes the tables into `benchmarks/cases.md`; it needs
+transformers and timm. `python nbs/cases.py NAME ...` prints the rows of some. Each model is built small from the
+description in its thread, with random weights of a size at which the thread's values appear.
 """
 
 import math, re, sys, time, warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -152,6 +153,33 @@ class Quantize(nn.Module):
         return x + (chosen - x).detach() + ((chosen - x.detach()) ** 2).mean()
 
 
+class Density(nn.Module):
+    "A radiance field: entries of an encoding that have grown to 1e4 overflow in the layer before the density."
+    def __init__(self):
+        super().__init__()
+        self.encoding = nn.Parameter(3e3 * torch.randn(D))
+        self.hidden, self.density = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        with torch.no_grad(): self.hidden.weight /= 9; self.density.weight *= 1000
+
+    def forward(self, x):
+        density = F.softplus(self.density(self.hidden(x * self.encoding).relu()))
+        return 1 - (-1e-6 * density).exp()
+
+
+class Prototypes(nn.Module):
+    "SwAV's loss, of features that are not normalized: a score above 4.4 gives a sum of infinity, in fp32 as well."
+    def __init__(self, n=300):
+        super().__init__()
+        self.scores = nn.Linear(D, n, bias=False)
+
+    def forward(self, x):
+        scores = self.scores(x.mean(1) * 30)
+        with torch.no_grad():
+            codes = (scores / .05).exp()
+            codes = codes / codes.sum()
+        return -(codes * (scores / .1).log_softmax(-1)).sum(-1, keepdim=True)
+
+
 # -- constants and masks that fp16 does not have
 
 
@@ -206,6 +234,13 @@ class ReluAttention(nn.Module):
         q, k = self.q(x).relu(), self.k(x).relu()
         total = (q * k.sum(1, keepdim=True)).sum(-1, keepdim=True)
         return q @ (k.transpose(1, 2) @ self.v(x)) / (total + 1e-15)
+
+
+class EdgeLoss(nn.Module):
+    "A graph autoencoder's loss of edges that are not there: 1e-15 keeps a log from 0, but not in fp16."
+    def forward(self, x):
+        a, b = x.chunk(2, -1)
+        return -(1 - (30 * (a * b).sum(-1)).sigmoid() + 1e-15).log().mean(1, keepdim=True)
 
 
 class SaturatedLog(nn.Module):
@@ -283,6 +318,33 @@ class Rotary(nn.Module):
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
+class Unscaled(nn.Module):
+    "A forecast is put back to the level of its series, and cast to the dtype that the layers compute in."
+    def __init__(self):
+        super().__init__()
+        self.layer, self.unscale = nn.Linear(LENGTH, 1), Unscale()
+
+    def forward(self, x):
+        level, spread = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        return self.unscale(self.layer((x - level) / spread), level, spread)
+
+
+class Unscale(nn.Module):
+    def forward(self, y, level, spread): return (y * spread + level).to(y.dtype)
+
+
+class Forces(nn.Module):
+    "Forces are the gradient of an energy, which the model computes itself."
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(D, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            return -torch.autograd.grad(self.energy(x).float().sum(), x, create_graph=True)[0].flatten(1)
+
+
 class FourierFeatures(nn.Module):
     "Coordinates in [-1, 1], as sines and cosines of high frequencies."
     def __init__(self, size=60.):
@@ -328,6 +390,15 @@ class RunningMean(nn.Module):
         x, total = 1 + x / 100, torch.zeros_like(x[:, 0])
         for i in range(1000): total = total + x[:, i % LENGTH]
         return total / 1000
+
+
+class Sparsemax(nn.Module):
+    "Whole numbers up to 400 count how many values are kept: few, so it does not matter that bf16 rounds the others."
+    def forward(self, x):
+        ordered, n = x.sort(-1, descending=True).values, torch.arange(1, x.shape[-1] + 1, device=x.device).to(x.dtype)
+        total = ordered.cumsum(-1) - 1
+        kept = (n * ordered > total).sum(-1, keepdim=True)
+        return (x - total.gather(-1, kept - 1) / kept).relu()
 
 
 # -- sums and layers that grow
@@ -441,12 +512,22 @@ CASES = {
     'VQ-VAE, large latents': Case(
         'rosinality/vq-vae-2-pytorch#65', 'squared distances overflow', 'the whole quantizer in fp32',
         lambda: Model('quantize', Quantize(300.)), {'bf16': SAFE, 'fp16': ['quantize']}),
+    'instant-ngp, density': Case(
+        'nerfstudio-project/nerfstudio#104', 'values of an encoding grow to 1e4, and the density overflows',
+        'a truncated exponential in fp32', lambda: Model('field', Density()),
+        {'bf16': SAFE, 'fp16': [r'field(\.density)?']}),
+    'SwAV, no normalization': Case(
+        'facebookresearch/swav#67', 'the sum of exponentials is infinite in fp32 as well', 'normalized features',
+        Prototypes, {'bf16': 'not known', 'fp16': 'not known'}),
     'T2T-ViT, performer': Case(
         'yitu-opensource/T2T-ViT#65', '1e-8 is 0: a division by 0', 'the attention in fp32, or a larger constant',
         lambda: Model('attention', Performer()), {'bf16': SAFE, 'fp16': ['attention']}),
     'EfficientViT': Case(
         'mit-han-lab/efficientvit#110', '1e-15 is 0: 0 / 0 where no key is positive', 'q, k and v in fp32, or bf16',
         lambda: Model('attention', ReluAttention()), {'bf16': SAFE, 'fp16': ['attention']}),
+    'graph autoencoder': Case(
+        'pyg-team/pytorch_geometric#2106', '1e-15 is 0: a log of 0', 'a constant that fp16 has',
+        lambda: Model('edges', EdgeLoss(), n_out=1), {'bf16': ['edges'], 'fp16': ['edges']}),
     'PyLate, distillation': Case(
         'lightonai/pylate#239', '1e-8 is 0: 0 / 0 where all scores are equal', 'a constant that fp16 has',
         lambda: Model('normalize', MinMax(), n_in=D), {'bf16': SAFE, 'fp16': ['normalize']},
@@ -468,6 +549,14 @@ CASES = {
     'rotary embedding': Case(
         'huggingface/transformers#29285', 'positions are rounded, and with them the angles', 'angles in fp32',
         lambda: Model('rotary', Rotary(first=4000)), {'bf16': ['rotary'], 'fp16': ['rotary']}),
+    'Ideogram4, positions': Case(
+        'huggingface/diffusers#13920', 'positions from 65,536 on become equal in bf16, and inf in fp16',
+        'angles in fp32 (#13922)', lambda: Model('rotary', Rotary(first=65536)),
+        {'bf16': ['rotary'], 'fp16': ['rotary']}),
+    'Chronos, unscaling': Case(
+        'amazon-science/chronos-forecasting#532', 'a forecast near 10,000 is rounded to whole tens', 'unscale in fp32',
+        Unscaled, {'bf16': ['unscale'], 'fp16': SAFE},
+        lambda: 1e4 + 20 * torch.randn(64, LENGTH).cumsum(-1), targets=lambda x: 2 * x[:, -1:] - x[:, -2:-1]),
     'coordinates': Case(
         'electronmicroscopy/quantem#280', 'coordinates are rounded before their sines', 'coordinates in fp32',
         Coordinates, {'bf16': ['encode'], 'fp16': SAFE}, lambda: torch.rand(64, 2) * 2 - 1),
@@ -517,6 +606,12 @@ CASES = {
         'LongT5Config', 'LongT5ForConditionalGeneration', 'huggingface/transformers#17978', 'masks of -1e10 are -inf: '
         'NaN where a whole row is masked', 'clamp hidden states (#19229)', [r'.*LocalSelfAttention'], **SMALL_T5),
     # healthy
+    'forces, DeePMD': Case(
+        'deepmodeling/deepmd-kit#4741', '', '', Forces, {'bf16': SAFE, 'fp16': SAFE}, lambda: torch.randn(64, D),
+        targets=lambda x: -x.sin()),
+    'sparsemax, 400 classes': Case(
+        'deep-spin/entmax#31', '', '', lambda: Model('gate', nn.Sequential(nn.Linear(D, 400), Sparsemax()), n_out=400),
+        {'bf16': SAFE, 'fp16': SAFE}),
     'mask: finfo.min': Case(
         'huggingface/transformers#17306', '', '', lambda: Model('attention', FilledAttention(
             lambda s, m: torch.where(m, torch.finfo(s.dtype).min, s))), {'bf16': SAFE, 'fp16': SAFE}),
@@ -572,16 +667,27 @@ def link(name: str, case: Case) -> str:
     return f'[{name}]({GITHUB}{where}/issues/{number})' if number else f'{name} ({case.thread})'
 
 
-def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
+def alone(f: Callable, names: list[str]) -> Iterator:
+    "Return what `f` gives for each case, each in a fresh process with one thread."
+    quiet = dict(initializer=_start, maxtasksperchild=1)
+    with get_context('spawn').Pool(1, **quiet) as pool: yield from pool.imap(f, names)
+
+
+def _start():
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+
+
+def row(name: str) -> tuple[str, int, int]: # The row, verdicts that are right, and false alarms
     "Report on a case in bf16 and fp16."
-    start = time.perf_counter()
+    case, start = CASES[name], time.perf_counter()
     verdicts = [*case.report().verdicts.values()]
     took = time.perf_counter() - start
     said, moved, right, alarms = [], [], 0, 0
     for v in verdicts:
         ok = case.is_right(v)
-        right, alarms = right + ok, alarms + (not ok and not case.expected[v.mode])
-        said.append(words(v) + ' (**wrong**)' * (not ok))
+        right, alarms = right + ok, alarms + (not ok and not case.expected[v.precision])
+        said.append(words(v) if ok else f'{words(v)} (**wrong**)')
         found = re.search(r'rounding [a-z ]+\(([\d.e-]+);', v.reason)
         moved.append(found[1] if found else '-')
     steps = ''
@@ -595,11 +701,9 @@ def row(name: str, case: Case) -> tuple[str, int, int]: # The row, verdicts that
 
 def tables(names: list[str]) -> str:
     "Return the two tables, of cases that break and of healthy ones, and a line that sums them up."
-    warnings.simplefilter('ignore')
     rows: dict[bool, list[str]] = {True: [], False: []}
     right = alarms = 0
-    for name in names:
-        text, r, a = row(name, CASES[name])
+    for name, (text, r, a) in zip(names, alone(row, names)):
         print(text, flush=True)
         rows[bool(CASES[name].breaks)].append(text)
         right, alarms = right + r, alarms + a
@@ -611,18 +715,23 @@ def tables(names: list[str]) -> str:
     return '\n'.join([total, '', *broken, '', *healthy])
 
 
+def differing(name: str) -> list[str]: # Rows
+    "Return the verdicts on a case that are others with CUDA's autocast rules."
+    case = CASES[name]
+    cpu, cuda = (case.report(d).verdicts for d in ('cpu', 'cuda'))
+    rows = []
+    for precision, v in cuda.items():
+        own = cpu[precision]
+        if words(v) == words(own) or all(x.verdict.startswith('safe') for x in (v, own)): continue
+        rows.append(f'| {link(name, case)} | {precision} | {words(own)} | {words(v)} |')
+    return rows
+
+
 def under_cuda_rules(names: list[str]) -> str:
     "Return a table of the verdicts that are others with CUDA's autocast rules, and a line that sums them up."
-    rows, healthy = list[str](), 0
-    for name in names:
-        case = CASES[name]
-        cpu, cuda = (case.report(d).verdicts for d in ('cpu', 'cuda'))
-        for mode, v in cuda.items():
-            own = cpu[mode]
-            if words(v) == words(own) or all(x.verdict.startswith('safe') for x in (v, own)): continue
-            rows.append(f'| {link(name, case)} | {mode} | {words(own)} | {words(v)} |')
-            print(rows[-1], flush=True)
-            healthy += not case.breaks
+    found = dict(zip(names, alone(differing, names)))
+    rows = [row for rows in found.values() for row in rows]
+    healthy = sum(len(found[name]) for name in names if not CASES[name].breaks)
     total = f'{len(rows)} of {2 * len(names)} verdicts differ, {healthy} of them on healthy models.'
     head = ["| case and thread | precision | CPU's rules | CUDA's rules |", '|---|---|---|---|']
     return '\n'.join([total, '', *head, *rows])
@@ -635,9 +744,7 @@ def write(mark: str, text: str) -> None:
 
 
 if __name__ == '__main__':
-    torch.set_num_threads(1)
     names = sys.argv[1:]
-    CASES['GPT-2'].report()                                      # PyTorch's first calls take longer
     text = tables(names or [*CASES])
     if names: sys.exit()
     write('cases', text)
