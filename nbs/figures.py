@@ -13,8 +13,7 @@ from nbs.benchmarks.show import by_model, finding, plot, tables  # noqa: E402
 
 RUNS = HERE / 'benchmarks'
 SHOWN = 'native_bf16'
-OLD = '0.5.0', '0.4.0', '0.3.0', '0.2.0', '0.2.0_b'
-STORED = SHOWN, *(f'{SHOWN}_{run}' for run in OLD), 'emulated', 'emulated_fp16', 'emulated_0.3.0'
+STORED = SHOWN, 'emulated', 'emulated_fp16'
 PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
 NIGHT = (13, 17, 23)                                             # what white becomes
 

@@ -1,7 +1,6 @@
 """Sphinx extension: what the website has and the plain Markdown files do not.
 
-The list of pages, the changelog, the guide for contributors, pages with the source, and `llms.txt`, an overview for
-language models.
+The list of pages, the changelog, the guide for contributors, and `llms.txt`, an overview for language models.
 """
 import re
 from importlib import metadata
@@ -13,7 +12,6 @@ from sphinx import addnodes
 import api_pages
 import fastxtend_amp
 
-PACKAGE = Path(fastxtend_amp.__file__).parent
 PAGES = {
     'Start': ['start', '01_tutorial', 'coming_from'],
     'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
@@ -35,19 +33,6 @@ def source_read(app, docname, content):
         content[0] += ''.join(TOCTREE.format(part, '\n'.join(names)) for part, names in PAGES.items())
     if docname in TOP: content[0] = (Path(app.srcdir).parent / f'{docname.upper()}.md').read_text(encoding='utf-8')
     if docname.startswith('benchmarks/'): content[0] = f'---\norphan: true\nnosearch: true\n---\n{content[0]}'
-
-
-def name_of(file):
-    "Return the module that `file` holds."
-    return '.'.join(file.relative_to(PACKAGE.parent).with_suffix('').parts).removesuffix('.__init__')
-
-
-def link_sources(app, doctree):
-    "Links to files of the package lead to pages with their source."
-    for node in [*doctree.findall(addnodes.download_reference)]:
-        if not node['reftarget'].startswith('../fastxtend_amp/'): continue
-        page = f'source/{name_of(PACKAGE.parent / node["reftarget"].removeprefix("../"))}.html'
-        node.replace_self(nodes.reference('', '', *node.children, refuri=page, classes=['source-link']))
 
 
 def link_names(app, doctree):
@@ -90,15 +75,6 @@ def add_download(app, doctree):
     title.parent.insert(1, nodes.paragraph('', '', link, classes=['download']))
 
 
-def source_pages(app):
-    "Yield a page for each module with its source."
-    if app.builder.name != 'html': return
-    for file in sorted(PACKAGE.rglob('*.py')):
-        name, code = name_of(file), file.read_text(encoding='utf-8')
-        body = f'<h1>{name}</h1>{app.builder.highlighter.highlight_block(code, "python")}'
-        yield f'source/{name}', {'title': name, 'body': body}, 'page.html'
-
-
 def first_sentence(doctree):
     "Return the first sentence of a page's text."
     text = next(p.astext() for p in doctree.findall(nodes.paragraph) if not isinstance(p[0], NO_TEXT))
@@ -122,11 +98,9 @@ def write_llms_txt(app, exception):
 
 def setup(app):
     app.connect('source-read', source_read)
-    app.connect('doctree-read', link_sources, priority=400)      # before Sphinx collects files to copy
-    app.connect('doctree-read', add_narrow_charts, priority=400)
+    app.connect('doctree-read', add_narrow_charts, priority=400)             # before Sphinx collects files to copy
     app.connect('doctree-read', add_download, priority=400)
     app.connect('doctree-read', link_names)
-    app.connect('html-collect-pages', source_pages)
     app.connect('build-finished', write_llms_txt)
     app.add_js_file('search_sections.js')
     return {'parallel_read_safe': True, 'parallel_write_safe': True}
