@@ -3,7 +3,7 @@
 Each docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -35,6 +35,20 @@ def autocast_restored(device_type: str) -> Iterator[None]:
         while torch.autocast_decrement_nesting() >= depth: pass
         torch.clear_autocast_cache()
         for setter, *values in settings: setter(*values)
+
+
+def around_backward(loss: torch.Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` when a backward pass from `loss` begins, and `after` when all gradients are there.
+
+    Relies on `queue_callback` of autograd's engine (since 0.4), as DDP and FSDP2 do, whose callbacks have to run before
+    `after`. Without it a second backward pass in a step fails.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def begin(grad: torch.Tensor) -> None:
+        before()
+        queue(lambda: queue(after))
+    loss.register_hook(begin)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:

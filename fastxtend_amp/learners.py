@@ -25,7 +25,7 @@ def training_device(learn: Learner) -> torch.device:
 
 def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
     "Return the parameters of `opt`, each once; none for None."
-    return [] if opt is None else [*dict.fromkeys(chain.from_iterable(opt.param_lists))]
+    return [] if opt is None else [*{id(p): p for params in opt.param_lists for p in params}.values()]
 
 
 def is_dtensor(t: object) -> bool:

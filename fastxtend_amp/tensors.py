@@ -11,7 +11,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def is_half(t: torch.Tensor) -> bool:
     "Return whether `t` is fp16 or bf16."
-    return t.dtype in HALF
+    with torch._C.DisableTorchFunctionSubclass(): return t.dtype in HALF       # fastai's class takes 10 times as long
 
 
 def half_to_float(t: torch.Tensor) -> torch.Tensor:
@@ -24,4 +24,4 @@ def map_tensors(
     x: Any, # A tensor, or tensors nested in what PyTorch's pytree knows
 ) -> Any: # `x` itself, or a copy of the same type
     "Return `x` with `f` applied to every tensor in it. (fastai's `apply` turns subclasses of dict into dicts.)"
-    return tree_map_only(torch.Tensor, f, x)
+    return f(x) if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, f, x)

@@ -5,6 +5,7 @@ from fastcore.basics import patch
 
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
+from ..training.scaling import StepHistory
 
 
 class PrecisionMetric(Metric):
@@ -29,8 +30,8 @@ class SkippedStepsMetric(PrecisionMetric):
     "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
     @property
     def value(self) -> int:
-        cb = self.cb
-        return sum(cb.history.skips(cb.epoch_start)) if cb else 0
+        history = self.cb.history if self.cb else StepHistory()
+        return sum(history.skips(history.epoch_start))
 
 
 @patch

@@ -41,7 +41,7 @@ class UnusedModules:
         "Look at the modules, once: later batches do not pass here."
         cb, fit = self.cb, self.cb.fit
         if fit is None or not cb.learn.training: return
-        cb.watchers = [watcher for watcher in cb.watchers if watcher is not self]
+        cb.unwatch(self)
         for name, m in fit.precision.kept_in_fp32(fit.model).items():
             if getattr(forward_of(m), 'called', True): continue
             warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, naming it has "

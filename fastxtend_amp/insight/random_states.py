@@ -10,14 +10,14 @@ import torch
 RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and its state
 
 
-def torch_random_state() -> RandomState:
-    "Return the state of PyTorch's global generators, without synchronizing."
+def torch_generators() -> list[tuple[Callable, Callable]]:
+    "Return functions that set and get the states of PyTorch's global generators, without synchronizing."
     module = torch.get_device_module()                           # the accelerator's, if there is one
-    found = [(torch.set_rng_state, torch.get_rng_state())]
+    found: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.default_generator.get_state)]
     if not getattr(module, 'is_initialized', lambda: True)(): return found         # asking does not start it
     for name in ('rng_state_all', 'rng_state'):
         get = getattr(module, f'get_{name}', None)
-        if get: return [*found, (getattr(module, f'set_{name}'), get())]
+        if get: return [*found, (getattr(module, f'set_{name}'), get)]
     return found
 
 
@@ -25,7 +25,7 @@ def random_state() -> RandomState:
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
     python = random.setstate, random.getstate()
     numpy = np.random.set_state, np.random.get_state()
-    return [python, numpy, *torch_random_state()]
+    return [python, numpy, *((set_state, get_state()) for set_state, get_state in torch_generators())]
 
 
 def set_random_state(state: RandomState) -> None:

@@ -9,7 +9,7 @@ from ..precisions import Precision
 from .copies import several_processes
 from .diagnosis import ODD, Alarm, diagnose
 from .fix import fix
-from .random_states import torch_random_state
+from .random_states import torch_generators
 from .tensors import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
@@ -30,7 +30,9 @@ class Notes:
     has_said = False                                             # that a validation is not finite
     n_odd = 0                                                    # skipped steps that the loss scale may not explain
 
-    def __init__(self, on_cpu): self.on_cpu = on_cpu             # where reading a number waits for nothing
+    def __init__(self, on_cpu):
+        self.on_cpu = on_cpu                                     # where reading a number waits for nothing
+        self.generators = torch_generators()
 
 
 class Watch:
@@ -50,12 +52,13 @@ class Watch:
     @property
     def notes(self):
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        cb, fit = self.cb, self.cb.fit
-        if fit is None or fit.has_warned: return None
-        if 'notes' not in vars(fit):
-            is_watched = fit.precision.kind is not Precision and cb.on_overflow != 'ignore'
-            fit.notes = Notes(fit.device.type == 'cpu') if is_watched else None
-        return fit.notes
+        return self.cb.fit and self.cb.fit.notes
+
+    def after_open(self):
+        "Watch a fit that has been opened."
+        fit = self.cb.fit
+        if fit.precision.kind is Precision or self.cb.on_overflow == 'ignore': return
+        fit.notes = Notes(fit.device.type == 'cpu')
 
     def before_train(self):
         "Say at the start of a fit of several processes that nothing is fixed in it."
@@ -64,30 +67,31 @@ class Watch:
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
-        notes, learn = self.notes, self.cb.learn
+        notes, learn = self.cb.fit.notes, self.cb.learn
         if notes is None or not learn.training: return
-        notes.random_state = torch_random_state()
+        notes.random_state = [(set_state, get_state()) for set_state, get_state in notes.generators]
         if notes.weights is not None or self.cb.fit.device.type == 'xla': return
         notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
-        notes, learn = self.notes, self.cb.learn
+        notes, learn = self.cb.fit.notes, self.cb.learn
         if notes is None or not learn.training: return
-        self._check_recorded()
+        if not notes.on_cpu: self._check_recorded()
         notes.batch = (learn.xb, learn.yb), notes.random_state
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
-        if not torch.is_tensor(loss): return
+        if not isinstance(loss, torch.Tensor): return
         if notes.first_loss is not None and not notes.on_cpu: return
         with torch._C.DisableTorchFunctionSubclass():            # fastai's class would take ten times as long
-            mean = loss.detach().mean()
-        if notes.first_loss is None: notes.first_loss = mean
-        if notes.on_cpu: self._check_loss(notes, mean.item())
+            if notes.first_loss is None or loss.dim(): loss = loss.detach().mean()
+            if notes.first_loss is None: notes.first_loss = loss
+            if notes.on_cpu: self._check_loss(notes, loss.item())
 
     def after_backward(self):
         "Say once that nearly all gradients are 0 in fp16 without loss scaling; look at the 16th batch of each epoch."
-        notes, learn, fit = self.notes, self.cb.learn, self.cb.fit
+        learn, fit = self.cb.learn, self.cb.fit
+        notes = fit.notes
         if fit.scaling or fit.precision.dtype is not torch.float16 or notes is None or notes.has_underflowed: return
         if learn.iter != min(_LOOK_AT, getattr(learn, 'n_iter', math.inf)) - 1: return
         zero = [not p.grad.any() for p in learn.model.parameters() if p.grad is not None]
@@ -98,8 +102,9 @@ class Watch:
 
     def after_step(self):
         "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."
-        notes, scaling = self.notes, self.cb.fit and self.cb.fit.scaling
-        if not (notes and notes.batch and scaling and scaling.skips_in_a_row): return
+        fit = self.cb.fit
+        if not (fit and fit.scaling and fit.scaling.skips_in_a_row and fit.notes and fit.notes.batch): return
+        notes, scaling = fit.notes, fit.scaling
         if scaling.skips_in_a_row >= self.cb.max_skips:
             return self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
         if not scaling.is_skip_odd: return
@@ -151,7 +156,7 @@ class Watch:
         found = diagnose(learn, alarm, _divergence(notes, learn.model))
         if not found: return                                     # the loss scale was too large
         message = f'{alarm.happened}\n{found}'
-        cb.fit.has_warned = True                                 # first: between batches `fix` closes the fit
+        cb.fit.has_warned, cb.fit.notes = True, None             # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
         self.n_fixes += 1
 

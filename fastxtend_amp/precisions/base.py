@@ -18,7 +18,6 @@ from fastai.torch_core import ismin_torch
 from torch import nn
 from torch.amp import GradScaler
 
-from ..compat import backward_without_autocast
 from ..devices import facts
 from .fp32_modules import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
@@ -180,7 +179,7 @@ class Precision:
     def around_batch(self, device: torch.device) -> list[AbstractContextManager]:
         "Return new contexts for a forward pass and its loss."
         if not self.dtype: return []
-        return [backward_without_autocast(), torch.autocast(device.type, dtype=self.dtype, cache_enabled=_CACHE)]
+        return [torch.autocast(device.type, dtype=self.dtype, cache_enabled=_CACHE)]
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
         "Run the optimizer's step."

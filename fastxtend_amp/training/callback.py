@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 from fastai.callback import fp16
-from fastai.callback.core import CancelStepException, _inner_loop
+from fastai.callback.core import CancelStepException, _events, _inner_loop
 from fastai.torch_core import default_device
-from fastcore.basics import noop
 
 from ..messages import check_argument, warn_user
 from ..precisions import AMPMode, Precision, automatic_precision, find_precision
@@ -32,6 +31,7 @@ from .fit import Fit
 from .scaling import Scaling, StepHistory
 
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own, or None
+_EVENTS = (*_events, 'after_open', 'after_failure')              # the last two for watchers: a fit, with an exception
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 _SCALING = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True)
 
@@ -55,10 +55,11 @@ class MixedPrecision(fp16.MixedPrecision):
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     name = 'mixed_precision'                                     # also of subclasses
+    run: bool                                                    # fastai's; False until the end of a fit
     fit: Any = None                                              # the `Fit` that is open
     parts: Any = ()                                              # the `Part`s of fastai's loop that are open
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
-    epoch_start = 0                                              # steps in the history when the epoch began
+    methods: Any = None                                          # by event: what is called, here and in the watchers
     fixes: Any = ()                                              # of `on_overflow='fix'`, in all fits
     has_exported = False                                         # `export` has said that it writes fp32
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
@@ -93,11 +94,12 @@ class MixedPrecision(fp16.MixedPrecision):
                 raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
                                    'and the other methods take effect at its end.')
             self.close()
+            if self.learn is not None: self.parts = ()
             vars(self.precision)['in_use'] = value is not None
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
-        return {**vars(self), 'fit': None, 'parts': (), 'waiting': None}
+        return {**vars(self), 'fit': None, 'parts': (), 'waiting': None, 'methods': None}
     def __repr__(self) -> str:
         parts = [repr(self.precision.name), written(self.precision.changed)]
         if self.on_overflow != 'warn': parts.append(f'on_overflow={self.on_overflow!r}')
@@ -152,6 +154,10 @@ class MixedPrecision(fp16.MixedPrecision):
     # -- a fit
 
     @property
+    def autocast(self) -> Any:
+        "Autocast as a context, for callbacks that call the model, from `before_fit` to `after_fit`; elsewhere None."
+        return self.fit and self.fit.autocast
+    @property
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling
     @property
     def in_batch(self) -> bool:
@@ -176,6 +182,7 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
         self.fit = Fit(self)
+        for method in self.bound()['after_open']: method()
         return self.fit
 
     def close(self, failed: bool = False) -> None:
@@ -183,14 +190,28 @@ class MixedPrecision(fp16.MixedPrecision):
         fit, self.fit = self.fit, None
         if fit is not None: fit.end(failed)
 
-    # -- the events of fastai's loop; those of a batch run only while a fit is open
+    # -- the events of fastai's loop; those of a batch run only while a part and a fit are open
 
     def __call__(self, event_name: str) -> None:
         "Run an event here, then in the watchers."
-        is_late = self.fit is None and event_name in _inner_loop and event_name != 'before_batch'   # added in a batch
-        if self.learn is None or is_late: return                 # or removed in this event
-        super().__call__(event_name)
-        for watcher in self.watchers if self.run else (): getattr(watcher, event_name, noop)()
+        if self.learn is None: return                            # removed in this event
+        if event_name in _inner_loop:
+            if not self.parts or not (self.run_train if self.learn.training else self.run_valid): return
+            if self.fit is None and event_name != 'before_batch': return      # added in this batch
+        if self.run:
+            for method in (self.methods or self.bound())[event_name]: method()
+        if event_name == 'after_fit': self.run = True            # as fastai does
+
+    def bound(self) -> dict[str, list[Callable]]:
+        "Return the methods of each event, here and then in the watchers, found once."
+        owners = self, *self.watchers
+        self.methods = {e: [getattr(x, e) for x in owners if hasattr(type(x), e)] for e in _EVENTS}
+        return self.methods
+
+    def unwatch(self, watcher: Any) -> None:
+        "Call the events of `watcher` no more."
+        self.watchers = [w for w in self.watchers if w is not watcher]
+        self.methods = None
 
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
@@ -199,28 +220,27 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_train(self):
         "Check what only training needs."
-        self.epoch_start = len(self.history.read())
+        self.history.epoch_start = len(self.history.read())
+        if not self.parts: return
         self.opened.use_model()                                  # the callback may be added during a fit
         self.opened.begin_training()
 
     def before_validate(self):
-        "Keep autocast's casts of the weights until the validation ends: nothing changes the weights meanwhile."
+        "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
+        if not self.parts: return
         fit = self.opened
-        if not fit.precision.dtype: return
-        kind = fit.device.type                                   # the cache lives as long as any autocast is open
-        same = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
-        self.parts[-1].enter_context(same)
+        fit.casts, kind = None, fit.device.type                  # the cache lives as long as any autocast is open
+        if fit.precision.dtype: self.parts[-1].enter(torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)))
 
     def before_batch(self):
         "Enter autocast."
-        fit, learn = self.opened, self.learn
-        if not self.parts: raise RuntimeError('Call `learn.one_batch`, not its events: autocast would stay on.')
-        fit.use_model()
+        fit, learn = self.fit or self.opened, self.learn
+        if learn.model is not fit.model: fit.use_model()
         if learn.training and learn.opt is not None:
-            fit.begin_training()
+            if not fit.is_training: fit.begin_training()
             if fit.scaling is not None: fit.scaling.start()
         fit.clear_old_casts()
-        for context in fit.precision.around_batch(fit.device): self.parts[-1].enter_context(context)
+        for context in fit.precision.around_batch(fit.device): self.parts[-1].enter(context)
 
     def after_pred(self):
         "Give the loss and the metrics fp32."
@@ -229,9 +249,9 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_loss(self):
         "Exit autocast; record and back-propagate the loss in fp32."
         self.parts[-1].close()
-        for name in 'loss', 'loss_grad':
-            loss = vars(self.learn).get(name)                    # without targets an earlier batch's, already fp32
-            if torch.is_tensor(loss) and is_half(loss): setattr(self.learn, name, loss.float())
+        loss = vars(self.learn).get('loss_grad')                 # without targets an earlier batch's, already fp32
+        if not isinstance(loss, torch.Tensor) or not is_half(loss): return
+        self.learn.loss, self.learn.loss_grad = self.learn.loss.float(), loss.float()
 
     def before_backward(self):
         "Scale the loss."
@@ -243,6 +263,11 @@ class MixedPrecision(fp16.MixedPrecision):
         scaling.unscale()
         if scaling.found_inf is True: raise CancelStepException()
 
+    def run_step(self, step: Callable[[], Any]) -> None:
+        "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
+        if (scaling := self.fit.scaling) and scaling.found_inf is True: raise CancelStepException()
+        self.fit.precision.step(self.learn, step)
+
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."
         if (scaling := self._scaling) and not scaling.found_inf: scaling.cancel()
@@ -253,7 +278,6 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_batch(self):
         "Exit autocast if `after_loss` did not run. Callbacks of a higher order may now exchange the precision."
-        if not self.parts: return
         self.parts[-1].close()
         self.parts[-1].is_batch = False
     after_cancel_batch = after_batch                             # before callbacks of a higher order run
@@ -264,9 +288,9 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_fit(self):
         "End the fit, so that callbacks of a higher order can load weights; a `validate()` inside it ends nothing."
-        if len(self.parts) > 1 or self.in_batch: return
-        is_silent = self.on_overflow == 'ignore' or self._scaling is None or self.fit.has_warned
-        if not is_silent and (message := self._scaling.skip_message()): warn_user(message)
+        if self.fit is None or len(self.parts) > 1 or self.in_batch: return
+        is_silent = self.on_overflow == 'ignore' or self.fit.has_warned
+        if self.fit.scaling and not is_silent and (message := self.fit.scaling.skip_message()): warn_user(message)
         self.close()
 
 

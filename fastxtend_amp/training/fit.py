@@ -1,5 +1,5 @@
 "`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from .scaling import Scaling
 
 class Fit(ExitStack):
     "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
-    model: nn.Module | None = None                               # whose forwards are replaced
+    model: Any = None                                            # whose forwards are replaced
     scaling: Scaling | None = None
     is_training = False                                          # what training needs was checked
+    notes: Any = None                                            # of the watch, while it watches
     has_warned = False                                           # a failure was reported
-    casts: Any = None                                            # model and versions of the weights that are cached
+    casts: Any = None                                            # model and weights whose casts autocast keeps
 
     def __init__(self, cb: Any): # A `MixedPrecision`
         super().__init__()
@@ -34,6 +35,7 @@ class Fit(ExitStack):
         if scaler is None and precision.kind is not Precision and cb.on_overflow == 'fix':
             scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, cb, device)
+        self.autocast: Any = torch.autocast(device.type, precision.dtype) if precision.dtype else nullcontext()
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
     def use_model(self) -> None:
@@ -43,6 +45,7 @@ class Fit(ExitStack):
         self.around_model.close()
         for context in self.precision.around_fit(model): self.around_model.enter_context(context)
         self.model = model
+        if self.scaling is not None: self.scaling.buffers = [m._buffers for m in model.modules() if m._buffers]
 
     def begin_training(self) -> None:
         "Check what only training needs, once."
@@ -62,9 +65,9 @@ class Fit(ExitStack):
     def clear_old_casts(self) -> None:
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."
         casts = None
-        if self.model is not None and not torch.is_grad_enabled():
-            counted = (p for p in self.model.parameters() if not (is_lazy(p) or p.is_inference()))
-            casts = self.model, sum(p._version for p in counted)
+        if not torch.is_grad_enabled():
+            known = (p for p in self.model.parameters() if not (is_lazy(p) or p.is_inference()))
+            casts = self.model, [(p.data_ptr(), p._version) for p in known]
         if casts is None or casts != self.casts: torch.clear_autocast_cache()
         self.casts = casts
 

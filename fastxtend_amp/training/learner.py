@@ -10,6 +10,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
+from ..compat import backward_without_autocast
 from ..learners import training_device
 from ..messages import check_argument
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
@@ -146,5 +147,6 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     if cb and cb.fit: cb.fit.use_model()
     around_fit = [] if cb and cb.fit else precision.around_fit(self.model)
     with ExitStack() as stack:
-        for context in [*around_fit, *precision.around_batch(device)]: stack.enter_context(context)
+        contexts = [backward_without_autocast(), *around_fit, *precision.around_batch(device)]
+        for context in contexts: stack.enter_context(context)
         yield

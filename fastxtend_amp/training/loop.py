@@ -6,7 +6,7 @@ At the end of the outermost part the callback's fit is closed, unless it is a si
 A learner without a precision runs fastai's own loop.
 """
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastai.callback import fp16
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-from ..compat import autocast_restored
+from ..compat import autocast_restored, backward_without_autocast
 from ..devices.facts import autocast_available
 from ..learners import training_device
 from ..messages import warn_user
@@ -24,52 +24,64 @@ _fastais = Learner._with_events
 _PRECISIONS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)   # fastai's and ours
 
 
+class Part:
+    "A part of fastai's loop that is open, with the contexts that a precision has entered in it."
+    def __init__(self, is_batch: bool): self.is_batch, self.entered = is_batch, list[Any]()
+
+    def enter(self, context: Any) -> None:
+        context.__enter__()
+        self.entered.append(context)
+
+    def close(self) -> None:
+        while self.entered: self.entered.pop().__exit__(None, None, None)
+
+
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception],
                  final: Callable = noop) -> None:
-    "Run a part of fastai's loop; what a precision opened in it is closed at its end."
-    cb = precision_callback(self)
-    if cb and event_type == 'step' and cb.fit: f = partial(cb.precision.step, self, f)
+    "Run a part of fastai's loop."
     run: Any = partial(_fastais, self, f, event_type, ex, final)
-    is_batch = event_type == 'batch'
-    if cb and cb.parts: return _run_part(self, cb.parts, is_batch, run)
-    if cb: run = partial(_run_outermost, self, cb, is_batch, run)
-    elif event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in self.cbs): _warn_of_fastais()
+    if event_type == 'backward': return run()                    # in which nothing is entered
+    cb = precision_callback(self)
+    if event_type == 'step': _fastais(self, partial(cb.run_step, f) if cb and cb.fit else f, event_type, ex, final)
+    elif cb and cb.parts: _run_part(cb, event_type, run)
+    else: _run_outermost(self, cb, event_type, run)
+
+
+def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> None:
+    "Run a part of a learner with a precision; when a batch has ended, make the change that waits for that."
+    parts, part = cb.parts, Part(event_type == 'batch')
+    depth = len(parts)
+    parts.append(part)
     try: run()
+    finally:
+        part.close()
+        del parts[depth:]
+    if cb.waiting and not cb.in_batch: cb.do_waiting()
+
+
+def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, run: Callable[[], None]) -> None:
+    "Run the outermost part, or any part in plain fp32; a precision may be set or exchanged in it."
+    if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
+        _warn_of_fastais()
+    lasts = event_type == 'batch'                                # a user's own loop of batches has one fit for all
+    try:
+        if cb is None: return run()
+        if not lasts: cb.close()
+        with backward_without_autocast(), _restored(training_device(learn).type):
+            cb.parts = []
+            _run_part(cb, event_type, run)
+        if not lasts and (now := precision_callback(learn)): now.close()
     except BaseException as e:
-        for watcher in cb.watchers if cb else (): getattr(watcher, 'after_failure', noop)(e)
-        if now := precision_callback(self):                      # it may have been set or exchanged in this part
+        for method in cb.bound()['after_failure'] if cb else (): method(e)
+        if now := precision_callback(learn):
             now.close(failed=True)
             now.do_waiting()
         raise
 
 
-class Part(ExitStack):
-    "A part of fastai's loop that is open: what a precision enters in it is exited at its end."
-    def __init__(self, is_batch: bool):
-        super().__init__()
-        self.is_batch = is_batch
-
-
-def _run_outermost(learn: Learner, cb: MixedPrecision, is_batch: bool, run: Callable[[], None]) -> None:
-    "Run the outermost part, at whose end autocast is restored."
-    if not is_batch: cb.close()                                  # a user's own loop of batches has one fit for all
-    cb.parts = []
-    device_type = training_device(learn).type
-    # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
-    with autocast_restored(device_type) if autocast_available(device_type) else nullcontext():
-        _run_part(learn, cb.parts, is_batch, run)
-    if not is_batch and (now := precision_callback(learn)): now.close()
-
-
-def _run_part(learn: Learner, parts: list[Part], is_batch: bool, run: Callable[[], None]) -> None:
-    "Run a part inside those that are open; when a batch has ended, do what was waiting for that."
-    depth = len(parts)
-    try:
-        with Part(is_batch) as part:
-            parts.append(part)
-            run()
-    finally: del parts[depth:]
-    if (cb := precision_callback(learn)) and cb.waiting and not cb.in_batch: cb.do_waiting()
+def _restored(device_type: str) -> Any:
+    "Return a context that restores autocast: an interrupt in `torch.autocast.__enter__` leaves it to nobody."
+    return autocast_restored(device_type) if autocast_available(device_type) else nullcontext()
 
 
 @lru_cache                                                       # once a process
@@ -85,9 +97,9 @@ Learner._with_events = _with_events
 
 def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
     "Return the learner's precision callback; None in plain fp32."
-    for cb in learn.cbs:
-        if isinstance(cb, MixedPrecision): return cb
-    return None
+    cb = vars(learn).get(MixedPrecision.name)                    # where fastai keeps callbacks by name
+    if isinstance(cb, MixedPrecision): return cb
+    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
 
 
 def set_precision(

@@ -13,13 +13,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
+from enum import Enum
+from functools import reduce
+from itertools import chain, islice, takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from fastai.optimizer import OptimWrapper
 from torch import nn
 
+from ..compat import around_backward
 from ..learners import is_dtensor, optimizer_params
 from ..messages import warn_user
 from .optimizers import FUSED
@@ -30,71 +34,91 @@ _LARGE = 2**18  # elements of a buffer
 _ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
 
 
+class Gradients(Enum):
+    "What the gradients are."
+    TRUE = 0                                                     # between two steps
+    SCALED = 1                                                   # times the scale: backward passes add to them
+    UNSCALED = 2                                                 # true, in a step that is under way
+
+
 class Scaling:
-    """The loss scaling of one fit; to `GradScaler` it is the optimizer.
+    """The loss scaling of one fit.
 
     Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
     its end, or zeroed after an exception and if one is not finite.
     """
     def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
-        self.scaler, self.first_scale = scaler, cb.precision.first_scale
+        state, self.one = scaler.state_dict(), torch.ones((), device=device)
+        self.scaler, self.first_scale, self.tracker = scaler, cb.precision.first_scale, state['_growth_tracker']
         self.learn, self.history = cb.learn, cb.history
-        self.one = torch.ones((), device=device)
+        self.scale: Any = scaler.scale(self.one)                 # a copy of the scale; None if that may have changed
         self.first_step = len(self.history.read())               # in the history
-        self.before_lr_find = scaler.state_dict() if 'lr_finder' in vars(self.learn) else None
-        self.is_scaled = self.is_open = False                    # gradients are scaled; a step is under way
+        self.before_lr_find = state if 'lr_finder' in vars(self.learn) else None
+        self.gradients = Gradients.TRUE
+        self.passes: list[Any] = []                              # of this step; each is an optimizer to `GradScaler`
         self.flagged: Any = None                                 # what skips this step on the device
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
         self.found_inf: bool | torch.Tensor = False
         # As far as the host knows:
         self.skips_in_a_row = 0                                  # up to the newest step
-        self.is_low, self.has_warned = self._is_low(scaler.get_scale()), False
+        self.is_low, self.has_warned = self._is_low(state['scale']), False
         self.largest: float | None = None                        # gradient of this step, where the scale is low
+        self.buffers: list[dict] = []                            # of each module that has some
         self.good: dict[Any, torch.Tensor] = {}                  # values of buffers after the last step
 
     # -- a step
 
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
-        if self.is_open: self.cancel()                           # what an exception or a cancelled batch left
-        if self.is_scaled: return
-        scale, grads = self.scaler.scale(self.one), defaultdict(list)
-        self.is_scaled = True
-        for p in optimizer_params(self.learn.opt):
-            if p.grad is not None: grads[p.grad.device].append(p.grad)
-        for device, alike in grads.items(): torch._foreach_mul_(alike, scale.to(device))
+        if self.gradients is Gradients.UNSCALED: self.cancel()   # what an exception or a cancelled batch left
+        if self.gradients is Gradients.TRUE: self._multiply()
+        self.gradients = Gradients.SCALED
 
-    def scale_loss(self, loss: Any) -> Any: # A tensor, or several
-        "Return the loss (fp32) times the scale; during a step, in which gradients are unscaled, the loss itself."
-        if self.is_open: return loss
-        self.start()
-        return self.scaler.scale(loss)
+    def scale_loss(self, loss: Any) -> Any: # A tensor; before a step also several
+        "Return the loss (fp32) times the scale. During a step gradients are scaled while its backward pass runs."
+        if self.gradients is not Gradients.UNSCALED: self.start()
+        loss = self.scaler.scale(loss)
+        if self.gradients is Gradients.UNSCALED: around_backward(loss, self._multiply, self._divide)
+        return loss
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         self.found_inf = False
-        params = [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
-        if not self.is_scaled or not params: return
-        self.param_groups: Any = [{'params': params}]
-        self.is_scaled, self.is_open = False, True
-        self.scaler.unscale_(self)
-        found_infs = [*self.scaler._found_inf_per_device(self).values()]   # undocumented, since 1.6
+        if self.gradients is not Gradients.SCALED or not (params := self._params()): return
+        self.gradients = Gradients.UNSCALED
         self.flagged = None if self.is_low else flagged_step(self.learn.opt, params)   # the host mends a low scale
+        self._divide(params)
         self.largest = largest_of(params) if self.is_low else None   # before anybody clips
-        if self.flagged is None: self.found_inf = any(map(bool, found_infs))   # synchronizes, once for each device
+
+    def _params(self) -> list[Any]: return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
+
+    def _multiply(self) -> None:
+        grads = defaultdict(list)
+        for p in self._params(): grads[p.grad.device].append(p.grad)
+        for device, alike in grads.items(): torch._foreach_mul_(alike, self.scaler._scale.to(device))
+
+    def _divide(self, params: list[Any] | None = None) -> None:
+        self.passes.append(SimpleNamespace(param_groups=[{'params': params or self._params()}]))
+        self.scaler.unscale_(self.passes[-1])
+        found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
+        if self.flagged is None: self.found_inf = any(map(bool, found))   # synchronizes, once for each device
         else:
-            self.found_inf = found_infs[0]
+            self.found_inf = reduce(torch.maximum, found)
             self.flagged.mark(self.found_inf)
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        if not self.is_open:                                     # another callback cancelled it
+        if self.gradients is not Gradients.UNSCALED:             # another callback cancelled it
             self.found_inf = False
             return
         if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
         self.repair_buffers(self.found_inf)
-        self.history.add(self.scaler.scale(self.one), self.found_inf)
+        if self.scale is None: self.scale = self.scaler.scale(self.one)
+        self.history.add(self.scale, self.found_inf)
         self._close()
+        self.tracker += 1
+        if self.found_inf is not False or self.tracker == self.scaler.get_growth_interval():
+            self.scale, self.tracker = None, 0
         if not self.history.unread: self.read()                  # once in 512 steps
         if isinstance(self.found_inf, bool):
             self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
@@ -102,15 +126,16 @@ class Scaling:
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
-        if self.is_open: self._close(self.scaler.get_scale())
+        if self.gradients is Gradients.UNSCALED: self._close(self.scaler.get_scale())
 
     def _close(self, new_scale: float | None = None) -> None: # None lets the scale grow or back off
+        "End the step."
         self.scaler.update(new_scale)
         if self.flagged:
             self.flagged.unmark()
             # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above 0 until the host mends it.
             self.scaler._scale.clamp_(min=_LOWEST / 2)
-        self.flagged, self.is_open = None, False
+        self.passes, self.flagged, self.gradients = [], None, Gradients.TRUE
 
     # -- a scale that has fallen too low
 
@@ -119,27 +144,29 @@ class Scaling:
     def _mend_scale(self) -> None:
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
-        A good step sets the largest power of two, at most the first scale, at which 16 times its largest gradient fits
-        fp16.
+        A good step sets the largest power of two at which 16 times its largest gradient fits fp16. It is at most the
+        first scale, and the largest one of a good step of this fit.
         """
         scale = new = self.scaler.get_scale()
         self.is_low = self._is_low(scale)
         if not self.is_low: return
-        if scale < _LOWEST: new = self.first_scale
+        good = [s for s in self.history.read()[self.first_step:] if not self._is_low(s)]
+        most = min(self.first_scale, max(good, default=math.inf))
+        if scale < _LOWEST: new = most
         elif not self.found_inf and self.largest is not None:
-            fits = 2. ** math.floor(math.log2(_ROOM / self.largest)) if self.largest else self.first_scale
-            new = max(scale, min(self.first_scale, fits))
+            new = max(scale, min(most, 2. ** math.floor(math.log2(_ROOM / self.largest)) if self.largest else most))
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
-        self.is_low = self._is_low(new)
+        self.is_low, self.scale = self._is_low(new), None
         if not self.has_warned:
             warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}; it has been reset to {new:,.9g}.')
         self.has_warned = True
 
     def read(self) -> None:
         "Fetch the device's decisions; this synchronizes."
-        self.skips_in_a_row = sum(takewhile(bool, reversed([*self.history.skips(self.first_step)])))
-        self.is_low = any(map(self._is_low, map(abs, self.history[-1:])))
+        steps = self.history.read()[self.first_step:]
+        self.skips_in_a_row = sum(1 for _ in takewhile(lambda scale: scale < 0, reversed(steps)))
+        self.is_low = self._is_low(self.scaler.get_scale())
 
     @property
     def is_skip_odd(self) -> bool:
@@ -151,7 +178,7 @@ class Scaling:
 
     def end(self, failed: bool) -> None:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
-        if self.is_scaled: self.unscale()
+        if self.gradients is Gradients.SCALED: self.unscale()
         if self.learn.opt and (failed or self.found_inf):
             self.repair_buffers(True)
             self.learn.opt.zero_grad()
@@ -168,7 +195,7 @@ class Scaling:
         synchronizes.
         """
         good, self.good = self.good, {}
-        for kind, buffers in small_buffers(self.learn.model).items():
+        for kind, buffers in small_buffers(self.buffers).items():
             now = torch.stack(buffers)
             before = good.get(kind, now)
             if found_inf is not False and before.shape == now.shape:
@@ -226,16 +253,18 @@ def flagged_step(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
 
 class StepHistory(list):
     "The loss scale of each attempted optimizer step, negative if it was skipped. `read` adds the newest."
+    epoch_start = 0                                              # steps in the history when the epoch began
+
     def __init__(self): self.unread = list[torch.Tensor]()       # may be on the device
 
     def __getstate__(self) -> dict[str, Any]: return vars(self.read())
 
     def add(self,
-        scale: torch.Tensor, # 0-dim
+        scale: torch.Tensor, # 0-dim; it does not change
         skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
     ) -> None:
         "Note a step. Synchronizes with an accelerator once in 512 steps."
-        self.unread.append(scale * (1 - 2 * skipped))
+        self.unread.append(scale if skipped is False else scale * (1 - 2 * skipped))
         if len(self.unread) == _READ_EVERY: self.read()
 
     def read(self) -> StepHistory: # Itself
@@ -255,10 +284,10 @@ def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they hav
     return max((float(g.to_dense().abs().max()) for g in whole if g.numel()), default=0.)
 
 
-def small_buffers(model: nn.Module) -> dict[Any, list[torch.Tensor]]: # By device, dtype and shape
-    "Return the floating buffers of `model`, such as BatchNorm's statistics; a large one is a mask or a table."
+def small_buffers(buffers: list[dict[str, Any]]) -> dict[Any, list[torch.Tensor]]: # By device, dtype and shape
+    "Return the floating buffers of modules, such as BatchNorm's statistics; a large one is a mask or a table."
     found = defaultdict(list)
-    for b in model.buffers():
+    for b in chain.from_iterable(map(dict.values, buffers)):
         if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
         is_number = b.is_floating_point() and b.element_size() > 1       # 8-bit formats have few operators
         if is_number and b.is_contiguous() and b.numel() < _LARGE: found[b.device, b.dtype, b.shape].append(b.data)

@@ -240,11 +240,10 @@ def messages_of(cases):
 class OnDevice(Watch):
     "As on an accelerator: values on the device are not read."
 
-    @property
-    def notes(self):
-        if (notes := super().notes) is not None:
-            notes.on_cpu = False
-        return notes
+    def after_open(self):
+        super().after_open()
+        if self.notes:
+            self.notes.on_cpu = False
 
 
 @pytest.mark.parametrize('name, cases', [('', FAILS), ('_on_device', ON_DEVICE), ('_several_processes', SEVERAL)])

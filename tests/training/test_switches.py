@@ -113,12 +113,31 @@ def test_what_is_an_error_in_a_batch(what, event):
         assert learn.mixed_precision is cb and is_outside_a_fit(learn) and process() == before
 
 
-def test_events_outside_of_one_batch_are_an_error():
-    learn = make('bf16')
-    learn.create_opt()
-    learn._split(learn.dls.one_batch())
-    with pytest.raises(RuntimeError, match='one_batch'):
-        learn('before_batch')
+EVENTS_BY_HAND = {
+    "a batch to show, as MixUp's documentation has it": ['before_fit', 'before_train', 'before_batch'],
+    "epochs of a loop, as fastai's own tests have them": [
+        'before_fit',
+        'before_epoch',
+        'before_train',
+        'all',
+        'after_train',
+    ]
+    + ['before_validate', 'all', 'after_validate', 'after_epoch', 'after_fit'],
+}
+
+
+@pytest.mark.parametrize('what', EVENTS_BY_HAND)
+def test_single_events_by_hand_run_without_autocast(what):
+    for to in ('fp16', 'bf16', 'half weights'):
+        learn, before = make(to), process()
+        learn.create_opt()
+        learn._split(learn.dls.one_batch())
+        learn.epoch, learn.n_epoch, learn.dl, learn.training = 0, 1, learn.dls.train, True
+        for event in EVENTS_BY_HAND[what]:
+            learn.all_batches() if event == 'all' else learn(event)
+            assert process() == before
+        learn.fit(1, 0.01)
+        assert is_outside_a_fit(learn) and finite(learn)
 
 
 def test_what_every_callback_of_fastai_has():
