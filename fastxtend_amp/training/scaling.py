@@ -166,7 +166,7 @@ class Scaling:
         "Fetch the device's decisions; this synchronizes."
         steps = self.history.read()[self.first_step:]
         self.skips_in_a_row = sum(1 for _ in takewhile(lambda scale: scale < 0, reversed(steps)))
-        self.is_low = self._is_low(self.scaler.get_scale())
+        for s in steps[-1:]: self.is_low = self._is_low(s if s > 0 else -s * self.scaler.get_backoff_factor())
 
     @property
     def is_skip_odd(self) -> bool:
