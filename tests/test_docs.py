@@ -236,7 +236,7 @@ def test_the_manual_is_short():
     "Words, without the marks of tables and lists."
     others = 'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md'
     pages = {name: len(re.findall(r'\S*\w\S*', text)) for name, text in markdown() if name not in others}
-    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_200, pages
+    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_400, pages
 
 
 SNIPPET = """

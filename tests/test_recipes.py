@@ -224,7 +224,6 @@ def test_the_report_on_a_loop_without_a_learner():
 
 WRONG_BATCHES = {
     'no batch': lambda: precision_report(linear(), [], F.mse_loss),
-    'no model': lambda: precision_report('model', loaders().train, F.mse_loss),
     'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
     'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
     'no target': lambda: precision_report(linear(), [torch.randn(4, 6)], F.mse_loss),

@@ -1,7 +1,6 @@
 "`precision_report` without a learner: the report for a training loop of one's own."
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -11,7 +10,6 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..learners import model_device
-from ..messages import check_argument
 from ..precisions.matching import unwrapped
 from .gradient import N_BATCHES
 from .random_states import random_state_kept
@@ -35,23 +33,18 @@ def precision_report(
     Works as `Learner.precision_report`, and raises the same errors. The model is not modified and stays on its device.
     With dicts, it is called as `model(**batch)`, as models of Hugging Face are, and its output has to have a `loss`.
 
-    Raises `TypeError` for other batches, and `ValueError` if there is no batch or no loss.
+    Raises `TypeError` for other batches, and `ValueError` if the output has no loss.
     """
-    check_argument('model', model, lambda m: isinstance(m, nn.Module), 'a `torch.nn.Module`')
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
-    if not drawn: raise ValueError('precision_report needs at least one batch, but `batches` has none.')
     by_name = loss_func is None
-    for b in drawn:
-        if not (isinstance(b, Mapping) if by_name else isinstance(b, (tuple, list)) and len(b) > 1):
-            raise TypeError(f'batches has a {type(b).__name__}. It must have tuples of inputs and a target, with '
-                            '`loss_func`; or dicts, without it.')
-    if by_name: drawn = [(b, ()) for b in drawn]
+    if not all(isinstance(b, Mapping if by_name else (tuple, list)) for b in drawn):
+        raise TypeError('batches must have tuples of inputs and a target, with `loss_func`; or dicts, without it.')
+    if by_name: loss_func, drawn = _loss, [(b, ()) for b in drawn]
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
-    learn = Learner(dls, model, _loss if by_name else loss_func)
-    hook = unwrapped(model).register_forward_pre_hook(lambda m, args, _: ((), args[0]), with_kwargs=True) if by_name \
-        else nullcontext()
-    with hook: report = learn.precision_report(dl=drawn, n_batches=n_batches, **kwargs)
+    def inputs(module, args, kwargs): return ((), args[0]) if by_name else None
+    with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True):       # a copy has it as well
+        report = Learner(dls, model, loss_func).precision_report(dl=drawn, n_batches=n_batches, **kwargs)
     for verdict in report.verdicts.values():
         for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call).removesuffix(', ')
     return report

@@ -11,7 +11,7 @@ from .candidates import advised, call
 from .copies import copied_learner, several_processes
 from .diagnosis import Alarm, diagnose
 from .random_states import random_state, set_random_state
-from .tensors import has_finite_results, readable
+from .tensors import has_finite_results, tensors
 
 
 class Fix(NamedTuple):
@@ -49,17 +49,17 @@ def fix(
 class Mend:
     """Runs batches of `validate`, `get_preds`, `predict` and `tta` again in fp32, with `on_overflow='fix'`.
 
-    If loss and predictions are finite in fp32, they count, in metrics as well; otherwise nothing changes. A model that
-    keeps state from batch to batch would count a batch twice, so it does not run again. One warning at the end says how
-    many batches there were, and why.
+    If loss and predictions are finite in fp32, they count, in metrics as well; otherwise nothing changes. Nor does it
+    for a model that keeps state from batch to batch: it would count this one twice. One warning at the end says how
+    many there were, and why.
     """
-    n = 0                                                        # bad batches of this call, or this epoch of a fit
-    keeps_state: bool | None = None                              # asked at the first of them
+    n_mended = 0                                                 # of this call, or this epoch of a fit
+    keeps_state: bool | None = None                              # the model; asked at its first bad batch
     cause = ''                                                   # of the first, with the call to make
 
     def __init__(self, cb: MixedPrecision): self.cb = cb
 
-    def before_epoch(self): self.n, self.keeps_state = 0, None   # not in each validation: `tta` has several
+    def before_epoch(self): self.n_mended, self.keeps_state = 0, None        # once for `tta`, with several validations
 
     def after_loss(self):
         "Look at predictions and loss; autocast is off already."
@@ -67,50 +67,43 @@ class Mend:
         if learn.training or several_processes(): return         # where a model would wait for the others
         if not cb.fit.precision.dtype or has_finite_results(learn): return
         if self.keeps_state is None: self.keeps_state = _keeps_state(learn)
-        if not self.keeps_state and not self._run_in_fp32(): return
-        self.n += 1
-        if self.n > 1: return
+        if self.keeps_state: return
+        low = {name: vars(learn).get(name) for name in ('pred', 'loss', 'loss_grad')}
+        with suppress(Exception): self._run_in_fp32()            # an error of a model with 16-bit weights, for example
+        if not has_finite_results(learn): return vars(learn).update(low)
+        self.n_mended += 1
+        if self.n_mended > 1: return
         batch = learn.xb, learn.yb
         alarm = Alarm('a batch is not finite', cb.precision.kind, learn.scaler.get_scale(), 0, batch, random_state())
         self.cause = diagnose(learn, alarm, '')
-        if self.keeps_state and (notes := getattr(cb.fit, 'notes', None)): notes.has_said = True     # after the epoch
 
-    def _run_in_fp32(self): # False if the results are not finite
+    def _run_in_fp32(self):
         learn = self.cb.learn
-        low = {name: vars(learn).get(name) for name in ('pred', 'loss', 'loss_grad')}
-        with suppress(Exception):                                # an error of a model with 16-bit weights, for example
-            learn.pred = learn.model(*learn.xb)
-            learn('after_pred')
-            if len(learn.yb):
-                learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-                learn.loss = learn.loss_grad.clone()
-        is_finite = has_finite_results(learn)
-        if not is_finite: vars(learn).update(low)
-        return is_finite
+        learn.pred = learn.model(*learn.xb)
+        learn('after_pred')
+        if not len(learn.yb): return
+        learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+        learn.loss = learn.loss_grad.clone()
 
     def after_epoch(self):
-        "Say how many batches there were."
-        n, self.n = self.n, 0
+        "Say how many batches were mended."
+        n, self.n_mended = self.n_mended, 0
         if not n: return
-        ran = 'ran again in fp32, whose results count'
-        if self.keeps_state: ran = 'did not run again in fp32, as the model keeps state from batch to batch'
         name = self.cb.precision.kind.name
         warn_user(f'{name}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in 16 bits, '
-                  f'and {ran}.\n{self.cause}')
+                  f'and ran again in fp32, whose results count.\n{self.cause}')
     after_fit = after_epoch                                      # `tta` ends with it
 
 
 def _keeps_state(learn): # In the middle of a batch
-    "Return whether a copy of the model writes buffers, or gives another result the second time."
-    state, results = random_state(), []
+    "Return whether results or buffers of a copy of the model are others when it runs a second time."
+    state = random_state()
     with suppress(Exception), copied_learner(learn) as copy, torch.no_grad():
-        buffers = [*copy.model.buffers()]
-        before = [(id(b), b._version) for b in buffers]
-        for _ in range(2):
+        def run():
             set_random_state(state)
-            results.append([t.nan_to_num() for t in readable(copy.model(*map_tensors(torch.clone, learn.xb)))])
-        is_same = before == [(id(b), b._version) for b in copy.model.buffers()]
-        return not (is_same and all(map(torch.equal, *results)))
+            pred = copy.model(*map_tensors(torch.clone, learn.xb))
+            return [t.nan_to_num() for t in tensors((pred, [*copy.model.buffers()]))]
+        return not all(map(torch.equal, run(), run()))
     return False
 
 

@@ -122,11 +122,9 @@ class Watch:
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         seen = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if notes is None or notes.has_said or all((t < math.inf).all() for t in seen): return
-        advice = ("If it is finite after `learn.to_fp32()`, pass `on_overflow='fix'`: it names the modules to keep in "
-                  'fp32, and runs such batches again.')
-        if self.cb.on_overflow == 'fix':
-            advice = ("Evaluate all of it in fp32: `with learn.precision_as('fp32')`. If that is not finite either, "
-                      'precision is not the cause.')
+        advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, `on_overflow='fix'` does so "
+                  'for each such batch, and names the modules to keep in fp32; unless the model keeps state from batch '
+                  'to batch.')
         if far := _divergence(notes, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
         notes.has_said = True
         self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')

@@ -301,7 +301,7 @@ def test_validation_and_predictions_that_are_not_finite(run, mode):
     for _ in range(2):
         assert [w.splitlines()[0] for w in told(lambda: run(learn), 'in validation')] == expected
     if expected:
-        assert "`on_overflow='fix'`: it names the modules" in told(lambda: run(learn))[0]
+        assert "Evaluate in fp32: `with learn.precision_as('fp32')`." in told(lambda: run(learn))[0]
         with pytest.raises(FloatingPointError, match='in validation is NaN or inf'):
             run(learner(Attentive()).to_fp16(on_overflow='raise'))
     for silent in (learner(Attentive()).to_fp32(), learner(Attentive()).to_fp16(on_overflow='ignore')):
