@@ -8,11 +8,11 @@ with _warnings.catch_warnings():           # PyTorch deprecates what fastai's ow
 from importlib.util import find_spec as _find_spec
 
 from .precisions import AMPMode, Precision, Support
-from .precisions.half_weights import HalfWeights, kahan
+from .precisions.half_weights import HalfWeights
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, learner as _learner
-from .training.optimizers import fused
+from .training.optimizers import fused, kahan
 from .devices import sharded as _sharded
 from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric, precision_report
 from .tools.memory import keep_freed_memory

@@ -1,4 +1,5 @@
-"The device of a learner, its parameters, and whether they are sharded."
+"The device of a learner, its optimizer, its parameters, and whether they are sharded."
+from collections.abc import Callable
 from itertools import chain
 
 import torch
@@ -26,6 +27,17 @@ def training_device(learn: Learner) -> torch.device:
 def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
     "Return the parameters of `opt`, each once; none for None."
     return [] if opt is None else [*{id(p): p for params in opt.param_lists for p in params}.values()]
+
+
+def optimizer_rules(opt: Optimizer) -> list[Callable]:
+    "Return the rules of one of fastai's own optimizers."
+    return [getattr(rule, 'func', rule) for rule in opt.cbs]     # some are partial
+
+
+def optimizer_name(opt: Optimizer | OptimWrapper) -> str:
+    "Return the name of `opt` for a user, such as 'AdamW'; fastai's own share one class, so the last rule gives theirs."
+    if type(opt) is Optimizer: return optimizer_rules(opt)[-1].__name__.removesuffix('_step').title()
+    return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
 
 
 def is_dtensor(t: object) -> bool:

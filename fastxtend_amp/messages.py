@@ -2,8 +2,10 @@
 import inspect, warnings
 from collections.abc import Callable
 from contextlib import suppress
+from operator import index
 from textwrap import shorten
 from typing import Any
+from weakref import WeakKeyDictionary
 
 
 def check_argument(
@@ -12,10 +14,22 @@ def check_argument(
     is_allowed: Callable[[Any], bool], # A `TypeError` in it, of a value of another type, counts as False
     allowed: str, # In words, for the error
 ) -> None:
-    "Raise a `ValueError` if an argument has a value that is not allowed."
+    "Raise a `ValueError` if an argument has a value that is not allowed; True and False are no numbers."
     with suppress(TypeError):
-        if is_allowed(value): return
+        if not isinstance(value, bool) and is_allowed(value): return
     raise ValueError(f'{name}={value!r} cannot be used: it must be {allowed}.')
+
+
+def check_bool(**values: Any) -> None: # By name
+    "Raise a `ValueError` if a value is neither True nor False."
+    for name, value in values.items():
+        if not isinstance(value, bool): raise ValueError(f'{name}={value!r} cannot be used: it must be True or False.')
+
+
+def check_integer(least: int, **values: Any) -> None: # By name
+    "Raise a `ValueError` if a value is not an integer from `least` on."
+    for name, value in values.items():
+        check_argument(name, value, lambda n: index(n) >= least, f'an integer from {least} on')
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
@@ -26,8 +40,15 @@ def is_users(frame: Any) -> bool:
     return frame.f_globals.get('__name__', '').partition('.')[0] not in _NOT_THE_USERS
 
 
-def warn_user(message: str) -> None:
+_said = WeakKeyDictionary[Any, set[str]]()                       # by what it was said of
+
+
+def warn_user(message: str, once_for: Any = None) -> None: # A learner or a model that is told this only once
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
+    if once_for is not None:
+        said = _said.setdefault(once_for, set())
+        if message in said: return
+        said.add(message)
     frame, level = inspect.currentframe(), 1
     while frame and not is_users(frame):
         frame, level = frame.f_back, level + 1

@@ -17,12 +17,11 @@ import fastxtend_amp
 from fastxtend_amp.precisions import PRECISIONS, Precision
 
 PACKAGE = Path(fastxtend_amp.__file__).parent
-FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_mxfp8', 'to_half_weights',
+FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights',
          'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
 WHOLE = {'to_amp', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
-SAME = {'to_mxfp8': 'to_fp8'}              # accepts the arguments of
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
               'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
@@ -84,7 +83,7 @@ def arguments(f):
         if name == 'self' or (p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not meanings.get(name)): continue
         kind = type_text(p.annotation)
         text = ' '.join((meanings.get(name) or meaning(name)).split())
-        stars = '**' if p.kind is p.VAR_KEYWORD else ''
+        stars = {p.VAR_POSITIONAL: '*', p.VAR_KEYWORD: '**'}.get(p.kind, '')
         found.append((stars + name, kind, default_text(p.default), text))
     return found
 
@@ -105,7 +104,7 @@ def default_text(default):
 def shared():
     "Return the arguments that several `to_...` methods have in common: (name, type, default) and meaning."
     rows = [row for name, f in learner_methods().items() if name.startswith('to_')
-            and name not in SAME for row in arguments(f)]
+            for row in arguments(f)]
     counted = Counter(row[:3] for row in rows)
     return {key: next(row[3] for row in rows if row[:3] == key) for key, n in counted.items() if n > 1}
 
@@ -121,8 +120,7 @@ def argument_lines(obj):
     "Return a list of the arguments of `obj` that are not shared, or attributes of what a method returns."
     if getattr(obj, '__name__', '') in INSIGHT:
         return '\n'.join(['Attributes and methods:\n', *(line(n, '', text) for n, *_, text in arguments(obj))])
-    name, common = getattr(obj, '__name__', ''), shared()
-    if name in SAME: return f'The arguments are those of [`{SAME[name]}`](#{SAME[name]}).'
+    common = shared()
     return '\n'.join(line(n, '', text) for n, kind, default, text in arguments(obj)
                      if text and (n, kind, default) not in common)
 
@@ -132,9 +130,11 @@ def signature_line(name, obj):
     names = []
     for n, p in inspect.signature(obj).parameters.items():
         if n == 'self': continue
-        if p.kind is p.KEYWORD_ONLY and '*' not in names: names.append('*')
+        if p.kind is p.KEYWORD_ONLY and not any(found.startswith('*') for found in names): names.append('*')
         kind, default = type_text(p.annotation), default_text(p.default)
-        names.append('**' * (p.kind is p.VAR_KEYWORD) + n + ':' * bool(kind) + kind + '=' * bool(default) + default)
+        if p.kind is p.VAR_POSITIONAL: names.append('*' + n)
+        else: names.append('**' * (p.kind is p.VAR_KEYWORD) + n + ':' * bool(kind) + kind
+                           + '=' * bool(default) + default)
     names = [n.replace(' ', '\xa0') for n in names]
     call = fill(f'{name}({", ".join(names)})', 90, subsequent_indent='    ', break_long_words=False)
     returned = inspect.signature(obj).return_annotation
@@ -186,7 +186,7 @@ def entry(name, obj):
     elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
         found = members(obj) if inspect.isclass(obj) else {}
         lines = '\n'.join(member_line(n, m) for n, m in found.items())
-        if name not in (*INSIGHT, *SAME): parts.insert(1, signature_line(name, obj))
+        if name not in INSIGHT: parts.insert(1, signature_line(name, obj))
         named = name in INSIGHT or not lines                     # what a method returns has such a line already
         parts.append((argument_lines(obj) + ('\n' if named else '\n\nAttributes and methods:\n\n') + lines).strip())
     return '\n\n'.join(filter(None, [*parts, source_link(obj)]))

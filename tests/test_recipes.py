@@ -1,6 +1,6 @@
 "The recipes of the manual, run as written."
 
-import re, sys
+import copy, re, sys
 from pathlib import Path
 
 import pytest, torch
@@ -12,6 +12,7 @@ from fastai.metrics import accuracy
 from torch.nn import functional as F
 
 from fastxtend_amp import LossScaleMetric, SkippedStepsMetric, fused, precision_report
+from fastxtend_amp.precisions import PRECISIONS
 from helpers import *
 from test_fastai import digit_images
 
@@ -251,6 +252,41 @@ def test_models_of_transformers_and_lightning():
     module = lit.LightningModule()
     module.net, module.forward = linear(), lambda x: module.net(x)
     assert precision_report(module, loaders().train, F.mse_loss).verdicts['bf16'].call == 'bf16'
+
+
+@pytest.mark.torchao
+def test_a_precision_of_ones_own(tmp_path):
+    "A layer computes bit for bit as after torchao's own conversion, with any number of rows; then fits and insight."
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.quantization.quant_api import quantize_
+
+    exec((NBS / 'mxfp8.py').read_text(), {})
+    wide = nn.Linear(6, 64), nn.Linear(64, 32), nn.Linear(32, 1)
+    learn, plain = (learner(copy.deepcopy(nn.Sequential(*wide)), loaders(24, bs=20)) for _ in range(2))
+    layer = learn.to_mxfp8().model[1]
+    theirs = copy.deepcopy(layer).bfloat16()
+    theirs.bias = None  # which it leaves out
+    quantize_(theirs, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL))
+    for n in (32, 20, 4):  # it needs blocks of 32 rows
+        x, weights = torch.randn(n, 64, requires_grad=True), torch.randn(n, 32)
+        rows = x.detach().bfloat16().requires_grad_()
+        with learn.amp_context():
+            ours = layer(x)
+        out = theirs(F.pad(rows, (0, 0, 0, -n % 32)))[:n] + layer.bias.bfloat16()
+        for found in (ours, out):
+            (found.float() * weights).sum().backward()
+        assert torch.equal(ours, out) and torch.equal(x.grad, rows.grad.float())
+        assert torch.equal(layer.weight.grad, theirs.weight.grad.float())
+        layer.weight.grad = theirs.weight.grad = None
+    learn.fit(1, 0.01)
+    plain.to_bf16().fit(1, 0.01)
+    assert is_outside_a_fit(learn) and not same(params(learn), params(plain)) and learn.mixed_precision.amp_mode is None
+    assert learn.precision_report('mxfp8').verdicts['mxfp8'].call == 'learn.to_mxfp8()'
+    assert [*learn.compare_precision('mxfp8', 2, n_seeds=0).table.index] == ['fp32', 'mxfp8']
+    with pytest.raises(ValueError, match='divisible by 32'):
+        learner(linear()).to_mxfp8()
+    PRECISIONS.pop('mxfp8')
+    del Learner.to_mxfp8
 
 
 # -- logging

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from fastcore.basics import noop
 
 from ..devices.cost import allocated, wait_for
 from ..learners import training_device
-from ..messages import check_argument, first_line
+from ..messages import check_bool, check_integer, first_line
 from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..tensors import map_tensors
@@ -49,8 +48,11 @@ class Setting:
 
     def __post_init__(self):
         check_above_0(max_seconds=self.max_seconds)
-        check_argument('n_steps', self.n_steps, lambda n: index(n) >= 1, 'an integer from 1 on')
-        check_argument('n_seeds', self.n_seeds, lambda n: index(n) >= 0, 'an integer from 0 on')
+        check_integer(1, n_steps=self.n_steps)
+        check_integer(0, n_seeds=self.n_seeds)
+        check_bool(compile=self.compile, tune=self.tune)
+        lrs = [self.lr.start, self.lr.stop] if isinstance(self.lr, slice) else [self.lr]
+        for lr in lrs if self.lr is not None else (): check_above_0(lr=lr or self.lr)
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)
         self.device = training_device(self.learn)

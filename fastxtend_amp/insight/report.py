@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from operator import index
 
 import pandas as pd
 import torch
@@ -16,7 +15,7 @@ from fastcore.basics import patch
 
 from ..devices.cuda_rules import cuda_rules
 from ..learners import training_device
-from ..messages import check_argument, first_line
+from ..messages import check_integer, first_line
 from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
 from ..precisions.fp16 import FP16
 from ..tensors import HALF, map_tensors
@@ -141,7 +140,7 @@ def precision_report(self: Learner,
     if not asked or any(not cls.dtype for cls in asked):
         raise ValueError(f"precisions={precisions!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(max_seconds=max_seconds)
-    check_argument('n_batches', n_batches, lambda n: index(n) >= 1, 'an integer from 1 on')
+    check_integer(1, n_batches=n_batches)
     own = training_device(self).type
     kind = own if device is None else str(device).partition(':')[0]
     simulated = own != kind

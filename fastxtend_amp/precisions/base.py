@@ -7,7 +7,7 @@ rows of `precision_support`, and the precision's place in reports, comparisons, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import ismin_torch
+from fastcore.foundation import L
 from torch import nn
 from torch.amp import GradScaler
 
@@ -42,6 +43,8 @@ class AMPMode(str, Enum):
     FP8 = 'fp8'
 
 
+_TRUE_16_BITS = {'16-true': "'fp16'", 'bf16-true': 'master_weights=False'}   # Lightning's names: `to_half_weights`
+_CALLS = {'16': 'fp16', 'no': 'fp32', '32': 'fp32'}              # of other libraries, which do not name a precision
 _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
             'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32'}
 
@@ -54,8 +57,10 @@ def find_precision(
     word = _ALIASES.get(word, word)
     if word == Precision.name: return Precision
     if word in PRECISIONS: return PRECISIONS[word]
-    raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}; "
-                     "`MixedPrecision` also accepts 'auto'.")
+    names = f"Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}; `MixedPrecision` also accepts 'auto'"
+    if word in _CALLS: names = f'Call `learn.to_{_CALLS[word]}()`'
+    if word in _TRUE_16_BITS: names = f'Call `learn.to_half_weights({_TRUE_16_BITS[word]})`'
+    raise ValueError(f'{name!r} is not a precision. {names}.')
 
 
 # -- precisions
@@ -98,13 +103,15 @@ class Precision:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
-        vars(self)['arguments'] = {**defaults, **dict(zip(defaults, args)), **kwargs}   # a frozen dataclass as well
+        given = {**dict(zip(defaults, args)), **kwargs}
+        arguments = {**defaults, **{name: unshared(value) for name, value in given.items()}}
+        vars(self)['arguments'] = arguments                      # a frozen dataclass as well
         return self
 
     def __init__(self,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
-        self.fp32_modules = fp32_modules
+        self.fp32_modules = unshared(fp32_modules)
         tests_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
 
     @property
@@ -210,6 +217,11 @@ def defaults_of(cls: type[Precision]) -> dict[str, Any]:
     return {name: p.default for name, p in parameters_of(cls).items()}
 
 
+def unshared(value: Any) -> Any:
+    "Return a copy of a list, which its owner may change."
+    return value.copy() if isinstance(value, (list, set, L)) else value
+
+
 def written(arguments: dict[str, Any]) -> str:
     "Return arguments as code; an object that has no form as code gets the argument's name."
     return ', '.join(f'{name}={_as_code(value, name)}' for name, value in arguments.items())
@@ -251,25 +263,35 @@ def fastest_native(
     return next((cls for cls in left if cls.support(device).status == 'native'), Precision)
 
 
-def automatic_precision(
-    device: torch.device,
-    arguments: dict[str, Any], # Those of precisions that are not selected have no effect, but are checked
-) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
-    "Return the precision that `to_amp` selects for `device`."
-    classes: list[type[Precision]] = [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]
-    others = {name for cls in classes for name in defaults_of(cls)}
-    built = {cls.name: constructed(cls, arguments, others) for cls in classes}
-    return built[fastest_native(device).name]
-
+# -- a precision with arguments
 
 def constructed(
+    call: str, # What the user called, for an error
     cls: type[Precision],
-    arguments: dict[str, Any],
-    others: Collection[str], # Arguments of other precisions, which have no effect where `cls` does not have them
+    *args: Any,
+    **kwargs: Any
 ) -> Precision:
-    "Return the precision with these arguments."
-    ignored = {*others} - {*defaults_of(cls)}
-    return cls(**{name: value for name, value in arguments.items() if name not in ignored})
+    "Return the precision with these arguments. Raises a `TypeError` that names the call for one that it does not have."
+    try: inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+    except TypeError as e:
+        named = next((f'. Call `learn.to_{name}()`' for name in kwargs if name in PRECISIONS), '')   # `bf16=True`
+        raise TypeError(f'{call}: {e}{named}') from None
+    return cls(*args, **kwargs)
+
+
+def automatic_precision(
+    call: str, # What the user called, for an error
+    device: torch.device,
+    arguments: dict[str, Any], # Of precisions that it may select; those of the others have no effect, but are checked
+) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
+    "Return the precision that `to_amp` selects for `device`."
+    built, unknown = dict[type[Precision], Precision](), {*arguments}
+    for cls in [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]:
+        known = arguments.keys() & parameters_of(cls)
+        built[cls] = cls(**{name: arguments[name] for name in known})
+        unknown -= known
+    for name in unknown: constructed(call, Precision, **{name: arguments[name]})   # raises
+    return built[fastest_native(device)]
 
 
 def static_scaler(device: str, scale: float) -> GradScaler:

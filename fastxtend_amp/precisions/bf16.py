@@ -6,7 +6,7 @@ import torch
 from torch.amp import GradScaler
 
 from ..devices import facts
-from ..messages import check_argument
+from ..messages import check_bool
 from .base import Precision, Support, cpu_support, static_scaler, xla_support
 
 
@@ -56,7 +56,7 @@ class BF16(Precision):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules)
-        check_argument('skip_nonfinite', skip_nonfinite, (True, False).__contains__, 'True or False')
+        check_bool(skip_nonfinite=skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
 
     def scaler(self, device: torch.device) -> GradScaler | None:

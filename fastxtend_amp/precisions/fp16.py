@@ -1,5 +1,5 @@
 "float16: 10 bits of mantissa, but only 5 of exponent, so the loss is scaled to keep gradients from underflowing."
-import math, re
+import re
 from operator import index
 from typing import Any, ClassVar
 
@@ -7,8 +7,8 @@ import torch
 from torch.amp import GradScaler
 
 from ..devices import facts
-from ..messages import check_argument
-from .base import Precision, Support, cpu_support, static_scaler, xla_support
+from ..messages import check_argument, check_bool, check_integer, warn_user
+from .base import Precision, Support, cpu_support, defaults_of, static_scaler, xla_support
 
 _LARGEST = torch.finfo(torch.float32).max  # which the scale is stored in
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
@@ -30,6 +30,12 @@ def _cuda(device: torch.device) -> Support:
 def _xpu(device: torch.device) -> Support:
     if facts.xpu_capability(device).get('has_fp64', True): return Support('native', 'Intel GPU')
     return Support('unsupported', 'GradScaler needs float64, which this Intel GPU does not have')
+
+
+def _is_scale(x: Any) -> bool: return 2.**-24 <= x <= _LARGEST
+def _is_scaler(x: Any) -> bool:
+    return x is None or (isinstance(x, GradScaler) and x.is_enabled() and _is_scale(x.get_scale()))
+def _is_state(x: Any) -> bool: return 0 <= x.get('scale') <= _LARGEST and index(x.get('_growth_tracker')) >= 0
 
 
 class FP16(Precision):
@@ -64,28 +70,37 @@ class FP16(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
-        given = [name for name, is_given in (('loss_scale', loss_scale is not None), ('scaler', scaler is not None),
-                                             ('enabled=False', not enabled)) if is_given]
-        if len(given) > 1: raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
-        name, first = ('init_scale', init_scale) if loss_scale is None else ('loss_scale', loss_scale)
-        check_argument(name, first, lambda x: 2.**-24 <= x <= _LARGEST, f'a number from 2**-24 to {_LARGEST:.2g}')
-        check_argument('growth_factor', growth_factor, lambda x: x > 1, 'above 1')
+        check_bool(enabled=enabled)
+        for name, scale in (('init_scale', init_scale), ('loss_scale', 1. if loss_scale is None else loss_scale)):
+            check_argument(name, scale, _is_scale, f'a number from 2**-24 to {_LARGEST:.2g}')
+        check_argument('growth_factor', growth_factor, lambda x: 1 < x <= _LARGEST, 'above 1')
         check_argument('backoff_factor', backoff_factor, lambda x: 0 < x < 1, 'between 0 and 1')
-        check_argument('growth_interval', growth_interval, lambda n: index(n) >= 1, 'an integer from 1 on')
-        check_argument('enabled', enabled, (True, False).__contains__, 'True or False')
-        check_argument('scaler', scaler, lambda s: s is None or (isinstance(s, GradScaler) and s.is_enabled()),
-                       "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU")
+        check_integer(1, growth_interval=growth_interval)
+        check_argument('scaler', scaler, _is_scaler,
+                       "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU, with a finite scale")
+        dynamic = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                       growth_interval=growth_interval)
+        instead = {'loss_scale': loss_scale is not None, 'scaler': scaler is not None, 'enabled=False': not enabled}
+        given = [name for name in instead if instead[name]]
+        if given: given += [name for name, value in dynamic.items() if value != defaults_of(FP16)[name]]
+        if len(given) > 1: raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
         self.is_fixed, self.user_scaler = loss_scale is not None, scaler
-        own = static_scaler('cpu', first) if self.is_fixed else GradScaler(
-            'cpu', first, growth_factor, backoff_factor, growth_interval, enabled)
-        self.newest = scaler or own                              # the scaler in its newest state
+        if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
+        # The scaler in its newest state.
+        self.newest = scaler or GradScaler('cpu', **dynamic, enabled=enabled)
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
-        if self.user_scaler is None:
+        if self.user_scaler is not None:
+            owner = vars(self.newest).setdefault('owner', self)
+            if owner is not self and owner.in_use:
+                raise ValueError('This `scaler` belongs to another learner, with which it would share the loss scale. '
+                                 'Create one for each learner.')
+            vars(self.newest)['owner'] = self
+        else:
             state, self.newest = self.newest.state_dict(), GradScaler(device.type)
             self.newest.load_state_dict(state)                   # its factors as well
         return self.newest
@@ -97,13 +112,18 @@ class FP16(Precision):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from the scale and the growth tracker in `state`; None resets them. The arguments stay.
 
-        Ignored with a fixed loss scale or `enabled=False`. A scale below 2**-24, the smallest number of fp16, is
-        replaced by the first one; version 0.4 could save 0. Raises `ValueError` for a scale that is not finite or below
-        0.
+        Ignored with a fixed loss scale or `enabled=False`; a warning says so if the scale in `state` is another one. A
+        scale below 2**-24, the smallest number of fp16, is replaced by the first one; version 0.4 could save 0. Raises
+        `ValueError` for a state that is not complete, and for a scale that is not finite or below 0.
         """
-        if state == {} or not self.first_state or self.is_fixed: return
+        if state == {}: return
+        if self.is_fixed or not self.first_state:
+            scale = (state or self.first_state).get('scale', 1.)
+            if scale != self.first_scale:
+                warn_user(f'The loss scale {scale:,.9g} of what was loaded is not used: `{self}` has its own.')
+            return
         state = state or self.first_state
+        check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
         scale, tracker = state['scale'], state['_growth_tracker']
-        if not 0 <= scale < math.inf: raise ValueError(f'A loss scale of {scale} cannot be loaded.')
         if scale < 2.**-24: scale = self.first_scale
         self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})

@@ -38,6 +38,18 @@ def forward_of(module: nn.Module) -> Any:
     return getattr(vars(module).get('forward'), '__self__', None)
 
 
+def remove_forwards(model: nn.Module) -> None:
+    "Remove forwards that a copy brought along which was made in a fit."
+    for module in model.modules():
+        if isinstance(forward := forward_of(module), Forward): _restore(forward)
+
+
+def _restore(forward: Forward) -> None:
+    attributes = vars(forward.module)
+    del attributes['forward']
+    attributes.update(forward.before)
+
+
 @contextmanager
 def replaced_forwards(modules: dict[str, nn.Module], kind: type[Forward]) -> Iterator[None]:
     "Replace the forwards of modules."
@@ -47,10 +59,8 @@ def replaced_forwards(modules: dict[str, nn.Module], kind: type[Forward]) -> Ite
         yield
     finally:
         for forward in forwards:
-            forward.active, attributes = False, vars(forward.module)
-            if forward_of(forward.module) is not forward: continue   # somebody has wrapped it
-            del attributes['forward']
-            attributes.update(forward.before)
+            forward.active = False
+            if forward_of(forward.module) is forward: _restore(forward)   # nobody has wrapped it
 
 
 class Fp32Forward(Forward):

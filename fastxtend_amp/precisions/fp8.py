@@ -1,12 +1,13 @@
 "FP8 (float8): bf16 autocast whose linear layers compute in 8 bits, by torchao; model and files stay plain."
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..devices import facts
-from ..messages import check_argument
-from .base import Rounding, Support
+from ..messages import check_integer
+from .base import Rounding, Support, unshared
 from .bf16 import BF16
 from .fp32_modules import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
@@ -27,13 +28,18 @@ class Fp8Forward(Forward):
     "The forward of a linear layer in FP8, under autocast: that of torchao's `Float8Linear` on the layer's parameters."
     def __init__(self, module: Any):
         super().__init__(module)
+        self.linear = self.in_8_bits(module)
+
+    def in_8_bits(self, module: Any) -> Callable:
+        "Return the layer's forward in FP8."
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         device = module.weight.device
         emulate = device.type != 'cpu' and FP8.support(device).status != 'native'
         # An epoch's last batch may have any length; padding with zeros changes no number.
-        self.linear: Any = convert_to_float8_training(
+        linear: Any = convert_to_float8_training(
             module, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
-        self.linear._parameters = module._parameters             # a parameter may be exchanged
+        linear._parameters = module._parameters                  # a parameter may be exchanged
+        return linear
 
     def run(self, *args, **kwargs) -> Any:
         weight: Any = self.module.weight
@@ -64,8 +70,8 @@ class FP8(BF16):
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
-        check_argument('min_size', min_size, lambda n: n >= 0, 'at least 0')
-        self.spec, self.min_size = modules, min_size
+        check_integer(0, min_size=min_size)
+        self.spec, self.min_size = unshared(modules), min_size
         tests_of(modules, 'modules')                             # raises `TypeError`
 
     def check(self, model: nn.Module) -> None:

@@ -1,29 +1,26 @@
-"16-bit weights as fastai v1 had them: fp32 master weights, flat ones, and training without them."
+"16-bit weights as fastai v1 had them: fp32 master weights, also flat ones, and `bf16_weights.py` without any."
 from __future__ import annotations
 
-import copy, inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from fastai import optimizer as rules
 from fastai.learner import Learner
-from fastai.optimizer import Optimizer, OptimWrapper, pytorch_hp_map
+from fastai.optimizer import Optimizer, OptimWrapper
 from fastcore.foundation import L
 from torch import nn
 from torch.amp import GradScaler
 
-from ..learners import is_sharded, optimizer_params
+from ..learners import optimizer_name, optimizer_rules
+from ..messages import check_bool
 from .base import AMPMode, Precision, Support, find_precision
 from .bf16 import BF16
+from .bf16_weights import BF16Weights
 from .fp16 import FP16
-from .matching import covers, qualified_names
-
-LOWERED = ('bf16', 'fp16')  # the precisions that weights can have
 
 
 class HalfWeights(Precision):
@@ -53,52 +50,49 @@ class HalfWeights(Precision):
     ):
         super().__init__(fp32_modules)
         name = find_precision(amp_mode).name
-        if name not in LOWERED:
+        check_bool(flat_master=flat_master, master_weights=master_weights)
+        if name not in ('bf16', 'fp16'):
             raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
                              f'Without 16-bit weights call `learn.to_{name}()`.')
-        if name == 'bf16' and loss_scale is not None:
-            raise ValueError(f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', which needs no loss "
-                             "scaling. Leave it out, or use amp_mode='fp16'.")
-        if not master_weights and flat_master:
-            raise ValueError('flat_master=True cannot be used with master_weights=False: there are no master weights '
-                             'to join. Leave one of them out.')
-        if not master_weights and name == 'fp16':
-            raise ValueError("master_weights=False cannot be used with amp_mode='fp16', whose gradients must be "
-                             "unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`.")
-        self.autocast: Precision = BF16() if name == 'bf16' else FP16(loss_scale=loss_scale)
+        is_bf16 = name == 'bf16'
+        for contradict, text in (
+            (is_bf16 and loss_scale is not None, f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', "
+             "which needs no loss scaling. Leave it out, or use amp_mode='fp16'."),
+            (flat_master and not master_weights, 'flat_master=True cannot be used with master_weights=False: there '
+             'are no master weights to join. Leave one of them out.'),
+            (not is_bf16 and not master_weights, "master_weights=False cannot be used with amp_mode='fp16', whose "
+             "gradients must be unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`."),
+        ):
+            if contradict: raise ValueError(text)
+        kept: Any = dict(fp32_modules=fp32_modules)
+        self.autocast: Precision = FP16(loss_scale=loss_scale, **kept)
+        if is_bf16: self.autocast = BF16(**kept) if master_weights else BF16Weights(**kept)
         self.state_key, self.first_scale = self.autocast.state_key, self.autocast.first_scale
         vars(self)['support'] = self.autocast.support            # a class method
-        self.dtype, self.flat_master, self.master_weights = self.autocast.dtype, flat_master, master_weights
-        self.lowered = _Lowered()
+        self.dtype, self.flat_master = self.autocast.dtype, flat_master
 
     # What autocast in the weights' precision does.
     @property
-    def kind(self) -> type[Precision]: return self.autocast.kind
+    def kind(self) -> type[Precision]: return find_precision(self.autocast.name)
+    def prepare(self, learn: Learner) -> None: self.autocast.prepare(learn)
     def scaler(self, device: torch.device) -> GradScaler | None: return self.autocast.scaler(device)
     def state_dict(self) -> dict[str, Any]: return self.autocast.state_dict()
     def load_state_dict(self, state: dict[str, Any] | None) -> None: self.autocast.load_state_dict(state)
     @classmethod
     def support(cls, device: torch.device) -> Support: return BF16.support(device)
 
-    def prepare(self, learn: Learner) -> None:
-        if self.master_weights: super().prepare(learn)
-
     def around_training(self, learn: Learner) -> list[Any]:
-        if self.flat_master:
-            _check_flat_master(learn.model, learn.opt)
-            return [_own_memory(learn.model)]
-        if self.master_weights: return []
-        _check_no_masters(learn.model, learn.opt)
-        allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
-        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        return [self.lowered.of(learn.opt, params)]
+        if not self.flat_master: return self.autocast.around_training(learn)
+        _check_flat_master(learn.model, learn.opt)
+        return [_own_memory(learn.model)]
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
-        if self.flat_master: _check_elementwise(learn.opt)       # which a callback may have exchanged
-        around = _flat(learn.opt) if self.flat_master else nullcontext() if self.master_weights else \
-            self.lowered.stepping(learn.opt)
-        with around: step()
+        if not self.flat_master: return self.autocast.step(learn, step)
+        _check_elementwise(learn.opt)                            # a callback may have exchanged it
+        with _flat(learn.opt): step()
 
+
+# -- flat master weights
 
 @contextmanager
 def _own_memory(model: nn.Module):
@@ -107,18 +101,6 @@ def _own_memory(model: nn.Module):
     finally:
         for p in model.parameters(): p.data = p.data.clone()
 
-
-def _optimizer_name(opt: Optimizer | OptimWrapper) -> str:
-    "Return the name of `opt` for a user, such as 'AdamW'; fastai's own share one class, so the last rule gives theirs."
-    if type(opt) is Optimizer: return _rules(opt)[-1].__name__.removesuffix('_step').title()
-    return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
-
-
-def _rules(opt: Optimizer) -> list[Callable]:
-    return [getattr(rule, 'func', rule) for rule in opt.cbs]     # some are partial
-
-
-# -- flat master weights
 
 _ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
                 rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
@@ -131,25 +113,22 @@ def _refuse_flat(what: str) -> None:
 
 
 def _check_elementwise(opt: Optimizer | OptimWrapper) -> None:
-    if type(opt) is Optimizer and 'step' not in vars(opt) and {*_rules(opt)} <= _ELEMENTWISE: return
-    _refuse_flat(f"{_optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
+    if type(opt) is Optimizer and 'step' not in vars(opt) and {*optimizer_rules(opt)} <= _ELEMENTWISE: return
+    _refuse_flat(f"{optimizer_name(opt)}, which is not one of fastai's own element-wise optimizers with a plain step")
 
 
-def _check_flat_master(
-    model: nn.Module, # The learner's model
-    opt: Optimizer | OptimWrapper, # The learner's
-) -> None:
+def _check_flat_master(model: nn.Module, opt: Optimizer | OptimWrapper) -> None: # The learner's
     "Raise a `ValueError` that names an optimizer or a parameter that `flat_master` does not support."
     _check_elementwise(opt)
     names = {p: f"parameter '{name}'" for name, p in model.named_parameters()}
-    embeddings = (m for m in model.modules() if getattr(m, 'sparse', False))
-    sparse = {p for m in embeddings for p in m.parameters(recurse=False)}
+    sparse = {p for m in model.modules() if getattr(m, 'sparse', False) for p in m.parameters(recurse=False)}
     addresses = {0}                                              # 0 is that of DTensors and of tensors on XLA devices
-    for p in (p for params in opt.param_lists for p in params):
-        for unfit, why in ((p in sparse, 'has sparse gradients'), (not p.is_contiguous(), 'is not contiguous'),
-                           (p.numel() > 0 and p.data_ptr() in addresses, 'is shared, sharded or on an XLA device')):
-            if unfit: _refuse_flat(f"{names.get(p, 'a parameter')}, which {why}")
-        addresses.add(p.data_ptr())
+    for p in chain.from_iterable(opt.param_lists):
+        address = p.data_ptr() if p.numel() else None
+        if p in sparse or not p.is_contiguous() or address in addresses:
+            _refuse_flat(f"{names.get(p, 'a parameter')}, which is shared, sharded, not contiguous, on an XLA device, "
+                         'or has sparse gradients')
+        if address: addresses.add(address)
 
 
 @contextmanager
@@ -205,126 +184,3 @@ def _split(flat: torch.Tensor, like: list) -> list[torch.Tensor]:
     "Return the parts of `flat` in the shapes of `like`; not views to autograd, which could not be detached in place."
     parts = flat.split([t.numel() for t in like])
     return [part.view(t.shape).data for part, t in zip(parts, like)]
-
-
-# -- without fp32 master weights
-
-_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-         nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def _check_no_masters(
-    model: nn.Module, # The learner's model
-    opt: Optimizer | OptimWrapper, # The learner's
-) -> None:
-    "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
-    ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
-    if ddp or is_sharded(model):
-        raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
-                         "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
-                         "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
-    inner = getattr(opt, 'opt', None)
-    packages = {cls.__module__.partition('.')[0] for cls in type(inner).__mro__}
-    groups = getattr(inner, 'param_groups', [])
-    if 'optimi' in packages and all(g.get('kahan_sum') is not False for g in groups): return
-    if 'torchao' in packages and getattr(inner, 'bf16_stochastic_round', False): return
-    raise ValueError(f"master_weights=False cannot be used with {_optimizer_name(opt)}, which does not compensate for "
-                     "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
-                     "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
-                     "`master_weights=False`.")
-
-
-def _weights_to_lower(
-    model: nn.Module, # As it is or wrapped
-    in_fp32: Collection[str], # Names of the modules that are kept in fp32
-) -> set[nn.Parameter]:
-    "Return the fp32 weights and biases that autocast casts in linear layers and convolutions, without shared ones."
-    places = list(qualified_names(model))
-    uses = Counter(p for _, m in places for p in m.parameters(recurse=False))
-    layers = (m for name, m in places if type(m) in _CAST and not covers(in_fp32, name))
-    return {p for m in layers for name, p in m.named_parameters(recurse=False)
-            if name in ('weight', 'bias')                        # not what a weight is computed from, as `weight_orig`
-            and uses[p] == 1 and p.dtype is torch.float32}
-
-
-class _Lowered:
-    """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
-
-    A weight is the sum of the parameter and its Kahan compensation, also in files saved during a fit. Until the
-    optimizer has taken a step, and so has a compensation, the rest that rounding took is kept here: training that ends
-    before that changes nothing. A copy that is made meanwhile is in fp32.
-    """
-    def __init__(self):
-        self.opt: Any = None
-        self.rest: dict[nn.Parameter, torch.Tensor | None] = {}  # what rounding took; empty outside
-
-    def __deepcopy__(self, memo: dict) -> _Lowered:
-        new = memo[id(self)] = _Lowered()
-        new.opt, new.rest = copy.deepcopy((self.opt, self.rest), memo)
-        new.__exit__()
-        return new
-
-    def of(self, opt: Any, params: list[nn.Parameter]) -> _Lowered:
-        self.opt, self.rest = opt, dict.fromkeys(params)
-        return self
-
-    def __enter__(self) -> None:
-        for p in self.rest: self._convert(p, torch.bfloat16)
-
-    def __exit__(self, *args: object) -> None:
-        for p in self.rest: self._convert(p, torch.float32)
-        self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
-
-    @contextmanager
-    def stepping(self, opt: Any):
-        "Add what is kept of a parameter to the compensation that its first step creates."
-        self.opt = opt                                           # which a callback may have exchanged
-        yield
-        for p, rest in self.rest.items():
-            if rest is None or not (state := self._state(p)): continue
-            if 'kahan_comp' in state: state['kahan_comp'].add_(rest)
-            self.rest[p] = None
-
-    def _state(self, p: nn.Parameter) -> dict[str, Any]:
-        return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})
-    def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
-        state = self._state(p)
-        for k, v in state.items():                               # step counts and quantized states stay
-            converts = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
-            if converts: state[k] = v.to(dtype)
-        place: Any = state if 'kahan_comp' in state else {} if state else self.rest
-        name, kind = ('kahan_comp', dtype) if place is state else (p, torch.float32)
-        before, rest = p.data.float(), place.get(name)           # None after steps in fp32
-        rest = torch.zeros_like(before) if rest is None else rest.float()
-        exact = before + rest
-        data, rest = exact.to(dtype), rest - (exact - before)    # and what the sum has rounded away
-        rest = (exact - data) + rest
-        p.data, place[name] = data, rest.to(kind)                # at once, whatever interrupts
-        if p.grad is not None: p.grad = p.grad.to(dtype)
-
-
-def kahan(
-    opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
-    **kwargs # Its arguments
-) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
-    """Return an optimizer with Kahan summation that fastai can schedule, for `to_half_weights(master_weights=False)`.
-
-    Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
-
-    Raises `ValueError` for other optimizers, `TypeError` for arguments that `opt` does not have, and `ImportError`
-    without torch-optimi.
-
-    Source: https://optimi.benjaminwarner.dev/kahan_summation.
-    """
-    try: import optimi
-    except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
-    cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
-    if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
-                         "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
-    inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError` for other arguments
-    # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
-    triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
-    hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
-    kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
-    return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)

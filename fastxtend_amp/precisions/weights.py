@@ -1,6 +1,7 @@
 "Makes trainable 16-bit weights fp32, as mixed precision needs them; transformers 5 loads checkpoints in 16 bits."
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..learners import is_dtensor
@@ -13,9 +14,16 @@ def weights_to_fp32(
     model: nn.Module, # Its parameters stay the same objects
     opt: Any, # Its optimizer, of fastai or torch or one around it; None if there is none
 ) -> None:
-    "Convert trainable 16-bit parameters, their gradients and their optimizer state to fp32, with one warning."
-    plain = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
-    half = {name: p for name, p in plain.items() if p.requires_grad and is_half(p)}
+    """Convert trainable 16-bit parameters, their gradients and their optimizer state to fp32, with one warning.
+
+    Another one names a parameter that autocast has no effect on.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_dtensor(p)}
+    other = [f"'{name}' is {p.dtype}" for name, p in trained.items() if p.is_complex() or p.dtype is torch.float64]
+    if other:
+        warn_user(f'{other[0]}: autocast leaves {len(other):,} parameters as they are, and their results.\n'
+                  'Convert float64 with `learn.model.float()`. Complex parameters need bf16, as fp16 fails.', model)
+    half = {name: p for name, p in trained.items() if is_half(p)}
     if not half: return
     while hasattr(opt, 'opt'): opt = opt.opt
     megabytes = sum(p.nbytes for p in half.values()) / 1e6

@@ -2,7 +2,9 @@
 import argparse, math, platform, tempfile, time, warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -166,6 +168,9 @@ def check(
     def add(*args):
         results.append(Result(*args))
         progress(results[-1])
+    if find_spec('torchvision'):
+        try: import_module('torchvision')                        # as `fastai.vision` does
+        except Exception as e: add('any', 'import torchvision', False, f'{e}: reinstall it from where torch is from')
     tried = [cls.name for cls in PRECISIONS.values() if cls.in_tables and not cls.package]
     for precision in ['fp32', *tried]:
         if precision in support and support[precision].support == 'unsupported':

@@ -15,15 +15,15 @@ After an exception the parts in `loop.py` close what is open.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import index
 from typing import Any
 
 import torch
 from fastai.callback import fp16
 from fastai.callback.core import CancelStepException, _events, _inner_loop
+from fastai.learner import Learner
 from fastai.torch_core import default_device
 
-from ..messages import check_argument, warn_user
+from ..messages import check_argument, check_integer, warn_user
 from ..precisions import AMPMode, Precision, automatic_precision, find_precision
 from ..precisions.base import constructed, written
 from ..tensors import half_to_float, is_half, map_tensors
@@ -33,7 +33,6 @@ from .scaling import Scaling, StepHistory
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own, or None
 _EVENTS = (*_events, 'after_open', 'after_failure')              # the last two for watchers: a fit, with an exception
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
-_SCALING = dict(init_scale=65536., growth_factor=2., backoff_factor=.5, growth_interval=2000, enabled=True)
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -66,29 +65,31 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # Precision or name; 'auto': by default device
-        init_scale: float = 65536.0, # Loss scale to start from (fp16)
-        growth_factor: float = 2.0, # Multiplies the scale after `growth_interval` steps without a skip (fp16)
-        backoff_factor: float = 0.5, # Multiplies the scale after a skipped step (fp16)
-        growth_interval: int = 2000, # Number of consecutive steps without a skip after which the scale grows (fp16)
-        enabled: bool = True, # Scale the loss; False trains without loss scaling (fp16)
-        *,
+        *args: Any, # Arguments of the precision, as in `to_fp16` and the others
         on_overflow: str = 'warn', # When training fails: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
-        **kwargs: Any # Arguments of the precision, as in `to_bf16` and the others
+        **kwargs: Any # The same by name, such as `init_scale` and `fp32_modules`
     ):
-        check_argument('on_overflow', on_overflow, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
-        check_argument('max_skips', max_skips, lambda n: index(n) >= 1, 'an integer from 1 on')
-        scaling = zip(_SCALING.items(), (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
-        kwargs |= {name: value for (name, default), value in scaling if value != default}
-        self.precision, self.on_overflow, self.max_skips = _precision_from(amp_mode, kwargs), on_overflow, max_skips
-        if self.precision.in_use:
-            raise ValueError(f'This {type(self.precision).__name__} belongs to another callback already, with which it '
+        precision = _precision_from(amp_mode, args, kwargs)
+        if precision.in_use:
+            raise ValueError(f'This {type(precision).__name__} belongs to another callback already, with which it '
                              'would share the loss scale. Create one for each callback.')
-        vars(self.precision)['in_use'] = True                    # a frozen dataclass as well
+        check_integer(1, max_skips=max_skips)
+        self.precision, self.max_skips, self.on_overflow = precision, max_skips, on_overflow
         self.history, self.fixes = StepHistory(), list[Any]()
-        self.watchers = [*filter(None, (make(self) for make in WATCHERS))]
+
+    @property
+    def on_overflow(self) -> str:
+        "What to do when training fails: 'warn', 'fix', 'raise' or 'ignore'."
+        return self._on_overflow
+    @on_overflow.setter
+    def on_overflow(self, value: str) -> None:
+        check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
+        self._on_overflow = value
+        self.watchers, self.methods = [*filter(None, (make(self) for make in WATCHERS))], None   # 'fix' has one more
 
     def __setattr__(self, name, value):
+        if name == 'precision': vars(value)['in_use'] = True     # a frozen dataclass as well
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
             if self.in_batch:
                 raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
@@ -96,6 +97,7 @@ class MixedPrecision(fp16.MixedPrecision):
             self.close()
             if self.learn is not None: self.parts = ()
             vars(self.precision)['in_use'] = value is not None
+            if value is not None: self._continue(value)
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
@@ -118,8 +120,11 @@ class MixedPrecision(fp16.MixedPrecision):
         return [*self.precision.kept_in_fp32(self.learn.model)]
     @property
     def scale(self) -> float | None:
-        "The current loss scale; None without loss scaling. Reading it may synchronize with the GPU."
-        return self.state_dict().get('scale')
+        """The current loss scale; None without loss scaling. Reading it may synchronize with the GPU.
+
+        It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
+        """
+        return self.state_dict().get('scale', 1. if self.history.read() else None)
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted optimizer step since the callback was added, without those of `lr_find`."
@@ -144,6 +149,17 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.in_batch: raise RuntimeError('The loss scale cannot be loaded in the middle of a batch.')
         self.close()                                             # a fit that goes on opens again
         self.precision.load_state_dict(state)
+
+    def _continue(self, learn: Learner) -> None:
+        "Continue from what `learn.load` found before this callback was there; a scale that was given counts more."
+        states = {**vars(learn).get('loaded_precision', {})}
+        state = states.pop(self.precision.state_key, None)
+        if state is None: return
+        learn.loaded_precision = states
+        given = self.precision.changed.keys() & {'init_scale', 'scaler'}
+        if not given: self.precision.load_state_dict(state)
+        elif self.scale != state['scale']:
+            warn_user(f"The loss scale {state['scale']:,.9g} of what was loaded is not used: {given.pop()} was given.")
 
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
@@ -294,12 +310,14 @@ class MixedPrecision(fp16.MixedPrecision):
         self.close()
 
 
-def _precision_from(amp_mode: Any, arguments: dict[str, Any]) -> Precision:
-    "Return the precision that `amp_mode` names. fastai gives `GradScaler`'s arguments to each, so bf16 ignores them."
+def _precision_from(amp_mode: Any, args: tuple, kwargs: dict[str, Any]) -> Precision:
+    "Return the precision that `amp_mode` names, with these arguments."
     if isinstance(amp_mode, Precision):
-        if not arguments: return amp_mode
+        if not args and not kwargs: return amp_mode
         kind = type(amp_mode).__name__
-        raise TypeError(f"{kind} is constructed already. Pass {', '.join(arguments)} to `{kind}(...)`, or give the "
-                        f'name {amp_mode.name!r}.')
-    if amp_mode == 'auto': return automatic_precision(default_device(), arguments)
-    return constructed(find_precision(amp_mode), arguments, _SCALING)
+        raise TypeError(f'{kind} is constructed already. Pass its arguments to `{kind}(...)`, or give the name '
+                        f'{amp_mode.name!r}.')
+    call = f"MixedPrecision({getattr(amp_mode, 'value', amp_mode)!r})"
+    if amp_mode != 'auto': return constructed(call, find_precision(amp_mode), *args, **kwargs)
+    if args: raise TypeError(f'{call}: pass arguments by their names.')
+    return automatic_precision(call, default_device(), kwargs)

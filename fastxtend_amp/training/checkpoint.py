@@ -20,6 +20,8 @@ from fastai.torch_core import rank_distrib
 from fastcore.xtras import join_path_file
 
 from ..learners import is_sharded, training_device
+from ..precisions import PRECISIONS
+from ..precisions.fp32_modules import remove_forwards
 from .loop import precision_callback
 
 
@@ -29,12 +31,14 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
     The file is written beside the old one, which it replaces when it is complete.
     """
     cb, opt = precision_callback(self), self.opt
-    if cb is None: return original(self, file, **kwargs)
-    state, key = cb.precision.state_dict(), cb.precision.state_key
+    states = {**vars(self).get('loaded_precision', {})}          # of a file that was loaded without that precision
+    if cb is not None: states[cb.precision.state_key] = cb.precision.state_dict()
+    if cb is None and not states: return original(self, file, **kwargs)
     with ExitStack() as stack:
-        if opt and state:
+        if opt:
             of_optimizer = opt.state_dict
-            stack.enter_context(patch.object(opt, 'state_dict', lambda: {**of_optimizer(), key: state}))
+            states = {key: state for key, state in states.items() if state}
+            stack.enter_context(patch.object(opt, 'state_dict', lambda: {**of_optimizer(), **states}))
         path = join_path_file(file, self.path/self.model_dir, ext='.pth')
         if path is file or rank_distrib(): return original(self, file, **kwargs)   # a file object; nothing is written
         whole = path.resolve()                                   # what a link points to
@@ -47,18 +51,24 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
 
 
 def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
-    "Call the `load` that this replaces; the file may hold a precision's state."
+    """Call the `load` that this replaces; the file may hold a precision's state.
+
+    What belongs to another precision than the learner's waits on the learner for a callback that continues from it.
+    """
     cb = precision_callback(self)
-    if cb is None: return original(self, file, *args, **kwargs)
-    if cb.in_batch: raise RuntimeError('load() cannot run in a batch: call it in `after_batch` (order > 10).')
-    cb.close()                                                   # converts weights that are bf16 in a fit to fp32
-    self.model.to(training_device(self))                         # torch's optimizers load their state to its device
+    if cb is not None:
+        if cb.in_batch: raise RuntimeError('load() cannot run in a batch: call it in `after_batch` (order > 10).')
+        cb.close()                                               # converts weights that are bf16 in a fit to fp32
+        self.model.to(training_device(self))                     # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
     of_optimizer = self.opt.load_state_dict
 
     def load_state_dict(state: Any) -> None:
         if kwargs.get('with_opt') is False: return               # which `TextLearner.load` ignores
-        cb.load_state_dict(state.get(cb.precision.state_key))
+        states = {cls.state_key: state[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in state}
+        if cb is not None: cb.load_state_dict(states.pop(cb.precision.state_key, None))
+        vars(self).pop('loaded_precision', None)
+        if states: self.loaded_precision = states
         of_optimizer(state)
 
     with patch.object(self.opt, 'load_state_dict', load_state_dict): return original(self, file, *args, **kwargs)
@@ -79,6 +89,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
             raise RuntimeError('export() cannot write a sharded learner: `save` it, `load` the file into an unsharded '
                                'one, and export that.')
         cb.close()
+    remove_forwards(self.model)
     kept = {**vars(self)}
     try:
         for name, value in kept.items():

@@ -3,6 +3,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from fastai.learner import Learner
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
@@ -52,7 +53,7 @@ class Fit(ExitStack):
         if self.is_training: return
         self.is_training = True
         self.precision.prepare(self.learn)
-        warn_of_emulation(self.precision, self.device)
+        warn_of_emulation(self.learn, self.precision, self.device)
         for context in self.precision.around_training(self.learn): self.enter_context(context)
         if self.scaling is not None: self.scaling.repair_buffers()  # notes their values
 
@@ -72,14 +73,14 @@ class Fit(ExitStack):
         self.casts = casts
 
 
-def warn_of_emulation(precision: Precision, device: torch.device) -> None:
-    "Warn of a device that runs a precision without hardware for it."
+def warn_of_emulation(learn: Learner, precision: Precision, device: torch.device) -> None:
+    "Warn, once for a learner, of a device that runs a precision without hardware for it."
     support = precision.support(device)
     if support.status != 'emulated': return
-    times = {'fp16': 'up to 125 times', 'bf16': 'up to 18 times'}.get(precision.name, 'usually')      # as measured
-    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}), {times} slower than "
-              'fp32.\nCall `learn.to_amp()`, which selects only what the device accelerates; '
-              f"`learn.compare_precision('{precision.name}')` measures it.")
+    times = {'fp16': 'up to 125 times ', 'bf16': 'up to 18 times '}.get(precision.kind.name, '')       # as measured
+    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): convolutions are {times}slower than "
+              'in fp32, linear layers about as fast.\nCall `learn.to_amp()`, which selects only what the device '
+              f"accelerates; `learn.compare_precision('{precision.name}')` measures it.", learn)
 
 
 def check_parallel(precision: Precision, model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 "The methods of `Learner`: `to_fp16`, `to_bf16` and one for each other precision, `to_amp`, `to_fp32` and others."
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
 from ..learners import training_device
-from ..messages import check_argument
+from ..messages import check_bool
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
-from ..precisions.base import written
+from ..precisions.base import constructed, written
+from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
 from ..tensors import half_to_float
@@ -25,19 +26,12 @@ measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
 
 
-def _check_call(name: str, f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    "Raise a `TypeError` with the name of the method that was called, for arguments that `f` does not have."
-    try: inspect.signature(f).bind(*args, **kwargs)
-    except TypeError as e: raise TypeError(f'{name}(): {e}') from None
-
-
 def _add_method(cls: type[Precision]) -> None:
     "Give `Learner` the method `to_<name>`, with the signature of `cls` and the options of `MixedPrecision`."
     def method(self: Learner, *args: Any,
                on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
-        _check_call(method.__name__, cls, *args, **kwargs)
-        options: Any = dict(on_overflow=on_overflow, max_skips=max_skips)
-        return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
+        precision = constructed(f'{method.__name__}()', cls, *args, **kwargs)
+        return set_precision(self, MixedPrecision(precision, on_overflow=on_overflow, max_skips=max_skips))
 
     first, _, *options, _ = inspect.signature(method).parameters.values()
     signature = inspect.Signature([first, *parameters_of(cls).values(), *options], return_annotation=Learner)
@@ -66,7 +60,7 @@ followers.append(_add_method_if_free)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
     measure: bool = False, # Time precisions on real batches, and pick the fastest; combine it only with `max_seconds`
-    max_seconds: float = 60., # Time limit of measuring, approximate for slow models
+    max_seconds: float | None = None, # Time limit of measuring, approximate for slow models; 60 if None
     **kwargs
 ) -> Learner: # The learner
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
@@ -78,18 +72,18 @@ def to_amp(self: Learner, *,
     fastest of them, or fp32. `learn.precision_decision` holds the details. The arguments of an earlier
     call are kept, such as those of `learn.to_fp16(fp32_modules=...)`. Distributed runs raise `RuntimeError`.
     """
-    _check_call('to_amp', Learner.to_amp, self, **kwargs)
-    check_argument('measure', measure, (True, False).__contains__, 'True or False')
+    check_bool(measure=measure)
     if measure:
         if kwargs:
             name = 'bf16' if 'skip_nonfinite' in kwargs else 'fp16'
             raise TypeError(f"to_amp(measure=True) accepts only `max_seconds`, not {', '.join(kwargs)}.\n"
                             f'Call `learn.to_{name}({written(kwargs)})` first; its arguments are kept.')
-        measure_and_choose(self, max_seconds)
+        measure_and_choose(self, *[] if max_seconds is None else [max_seconds])
         return self
+    if max_seconds is not None: raise TypeError('to_amp(): max_seconds needs measure=True.')
     device = training_device(self)
     options = {name: kwargs.pop(name) for name in ('on_overflow', 'max_skips') if name in kwargs}
-    precision = automatic_precision(device, kwargs)
+    precision = automatic_precision('to_amp()', device, kwargs)
     cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
     match_modules(self.model, kwargs.get('fp32_modules'))
     if precision.kind is Precision:
@@ -110,6 +104,7 @@ def to_fp32(self: Learner) -> Learner: # The learner
     if precision_callback(self) is None:                         # it is there until the batch ends
         weights_to_fp32(self.model, self.opt)                    # with the optimizer's state
         self.model._apply(half_to_float)
+        remove_forwards(self.model)
     return self
 
 

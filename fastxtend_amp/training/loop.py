@@ -63,6 +63,9 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
     "Run the outermost part, or any part in plain fp32; a precision may be set or exchanged in it."
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
         _warn_of_fastais()
+    if cb and cb.learn is not learn:
+        raise RuntimeError('The `MixedPrecision` callback of this learner has been added to another one since. Create '
+                           'one for each learner.')
     lasts = event_type == 'batch'                                # a user's own loop of batches has one fit for all
     try:
         if cb is None: return run()

@@ -1,11 +1,11 @@
-"`fused`: torch's fused optimizers as an `opt_func` for fastai."
+"Optimizers for `Learner(opt_func=...)`: torch's fused ones, and those with Kahan summation for bf16 weights."
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from fastai.optimizer import OptimWrapper
+from fastai.optimizer import OptimWrapper, pytorch_hp_map
 
 _CLASSES = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FUSED: dict[Any, Any] = {cls.__name__: cls for cls in _CLASSES}
@@ -29,10 +29,38 @@ def fused(
 
     Source: https://docs.pytorch.org/docs/stable/optim.html
     """
-    cls = FUSED.get(optimizer, optimizer)
+    cls = FUSED.get(str(optimizer), optimizer)
     if cls not in FUSED.values():
         raise ValueError(f"optimizer={optimizer!r} cannot be used: fused supports {', '.join(FUSED)} or torch's class "
                          "of that name, such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW "
                          'does. Give other optimizers to `Learner(opt_func=...)` itself.')
+    if not hypers.pop('fused', True): raise ValueError('fused=False cannot be used: it is what this function is for.')
     inspect.signature(cls).bind_partial(None, None, fused=True, **hypers)   # `params` and `lr`, which fastai gives
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
+
+
+def kahan(
+    opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
+    **kwargs # Its arguments
+) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
+    """Return an optimizer with Kahan summation that fastai can schedule, for `to_half_weights(master_weights=False)`.
+
+    Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
+
+    Raises `ValueError` for other optimizers, `TypeError` for arguments that `opt` does not have, and `ImportError`
+    without torch-optimi.
+
+    Source: https://optimi.benjaminwarner.dev/kahan_summation.
+    """
+    try: import optimi
+    except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
+    cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
+                         "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
+    inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError` for other arguments
+    # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
+    triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
+    hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
+    kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
+    return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)

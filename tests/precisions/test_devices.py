@@ -52,15 +52,30 @@ def test_a_device_without_autocast(monkeypatch):
 # -- the warning about emulation
 
 
-def test_an_emulated_mode_warns_in_each_fit_at_the_users_line(monkeypatch):
+def test_an_emulated_mode_warns_once_for_a_learner_at_the_users_line(monkeypatch):
     set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
     learn = learner().to_fp16()
     with pytest.warns(UserWarning, match=r"(?s)fp16 is emulated on device 'cpu'.*learn\.to_amp\(\)") as caught:
         learn.fit(2)
     assert [w.filename for w in caught if 'emulated' in str(w.message)] == [__file__]
-    assert not told(lambda: (learn.validate(), learn.to_bf16().fit(1)), 'emulated')
+    assert not told(
+        lambda: (learn.fit(1), learn.validate(), learn.to_bf16().fit(1), learn.to_fp16().fit(1)), 'emulated'
+    )
     assert told(lambda: learn.to_half_weights('fp16').fit(1), 'half_weights is emulated')
     assert not told(lambda: learn.to_half_weights('bf16').fit(1), 'emulated')
+
+
+def test_parameters_that_autocast_leaves_alone_are_named_once():
+    class Complex(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 1)
+            self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+        def forward(self, x):
+            return super().forward(x) * self.phase.real
+
+    learn = learner(Complex()).to_bf16()
+    assert len(told(lambda: (learn.fit(1), learn.fit(1)), "'phase' is torch.complex64")) == 1 and finite(learn)
 
 
 class Fills(nn.Linear):

@@ -4,6 +4,7 @@ import signal, subprocess, sys
 from pathlib import Path
 
 import pytest
+import fastai.callback.schedule  # noqa: F401  `lr_find`
 from fastai.data.core import DataLoaders
 from fastai.learner import load_learner
 from fastai.text.learner import TextLearner
@@ -254,6 +255,43 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
     torch.save((x, expected), tmp_path / 'expected')
     done = python(WITHOUT, path=str(tmp_path))
     assert done.stdout == 'read 3\n', done.stderr[-2000:]
+
+
+@pytest.mark.parametrize('first', ['fp32', 'bf16'])
+def test_the_loss_scale_continues_if_the_file_is_loaded_first(first, tmp_path):
+    "Also after `save` and `lr_find` in between. A scale that is given counts more than the file, with one warning."
+    learn = after_fits('overflowing', tmp_path)
+    learn.save('a')
+    state = learn.mixed_precision.state_dict()
+
+    def loaded(to=first):
+        make(to, path=tmp_path).load('a').save('b')
+        new = make(to, path=tmp_path).load('b')
+        new.lr_find(num_it=4, show_plot=False, suggest_funcs=())
+        return new
+
+    other = loaded()
+    assert not told(lambda: other.to_fp16(growth_interval=3), 'scale') and other.mixed_precision.state_dict() == state
+    assert goes_on_alike(learn, other)
+    for given in (dict(init_scale=4.0), dict(loss_scale=2.0), dict(scaler=torch.amp.GradScaler('cpu', 8.0))):
+        other.to_fp32().load('a')
+        assert len(told(lambda: other.to_fp16(**given), 'scale 8,192 of what was loaded is not used')) == 1
+        assert other.mixed_precision.scale in (2.0, 4.0, 8.0)
+    assert len(told(lambda: make('static', path=tmp_path).load('a'), 'is not used')) == 1
+    after_fits('fp32', tmp_path).save('plain')
+    assert not told(lambda: other.to_fp32().load('a').load('plain').to_fp16(), 'scale')
+    assert other.mixed_precision.scale == 65536
+
+
+def test_a_copy_of_the_model_made_in_a_fit_is_exported_plain(tmp_path):
+    "As an average of weights that takes the model's place afterwards."
+    for end in (lambda l: l.to_fp32(), lambda l: told(lambda: l.export('model.pkl'))):
+        learn, copies = make('bf16', path=tmp_path).to_bf16(fp32_modules='0'), []
+        learn.fit(1, cbs=At('before_train', lambda l: copies.append(copy.deepcopy(l.model)), 20))
+        learn.model = copies[0]
+        assert replaced(learn.model) == ['0']
+        end(learn)
+        assert replaced(learn.model) == []
 
 
 def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):

@@ -197,6 +197,45 @@ def test_two_precision_callbacks_are_an_error():
             add(make('bf16'))
 
 
+def test_a_callback_or_a_scaler_that_another_learner_has_is_an_error():
+    "One learner after another works."
+    cb, scaler = mixed('fp16'), torch.amp.GradScaler('cpu', 256.0)
+    a, b = (learner(cbs=cb) for _ in range(2))
+    for f in (lambda: a.fit(1), a.validate, a.get_preds):
+        with pytest.raises(RuntimeError, match='another one'):
+            f()
+    b.fit(1)
+    c = learner(cbs=cb)
+    c.fit(1)
+    assert len(cb.scales) == 12
+    a, b = (learner().to_fp16(scaler=scaler) for _ in range(2))
+    a.fit(1)
+    with pytest.raises(ValueError, match='another learner'):
+        b.fit(1)
+    a.to_fp16(scaler=scaler).fit(1)
+    copy.deepcopy(a).fit(1)
+    a.to_fp32()
+    b.fit(1)
+
+
+def test_what_is_changed_later():
+    "`on_overflow`, in evaluation as well; a list that was given, without effect; a precision that 'fix' exchanges."
+
+    class Big(nn.Module):
+        def forward(self, x):
+            return x[:, :1] if self.training else (x * 300) @ (x * 300).T.sum(1, keepdim=True) * 1e-6
+
+    names = ['0']
+    learn = learner(nn.Sequential(nn.Linear(6, 8), Big())).to_fp16(fp32_modules=names)
+    names[0] = 'nothing'
+    assert not learn.validate()[0] < float('inf') and learn.mixed_precision.precision.changed == {'fp32_modules': ['0']}
+    learn.mixed_precision.on_overflow = 'fix'
+    assert told(lambda: learn.validate(), 'ran again in fp32') and learn.validate()[0] < float('inf')
+    learn.mixed_precision.precision = learn.mixed_precision.precision.like()
+    with pytest.raises(ValueError, match='another callback'):
+        MixedPrecision(learn.mixed_precision.precision)
+
+
 def test_channels_last():
     learn = make('fp32', 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
     learn.fit(1)

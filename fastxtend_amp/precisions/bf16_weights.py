@@ -1,0 +1,125 @@
+"Training in bf16 without fp32 master weights: weights, gradients and optimizer state are bf16 during a fit."
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from torch import nn
+
+from ..learners import is_sharded, optimizer_name, optimizer_params
+from .bf16 import BF16
+from .matching import covers, qualified_names
+
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+         nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class BF16Weights(BF16):
+    "bf16 autocast whose linear and convolutional layers have bf16 weights during a fit; see `HalfWeights`."
+    def __init__(self, *, fp32_modules: Any = None):
+        super().__init__(fp32_modules=fp32_modules)
+        self.lowered = _Lowered()
+
+    def prepare(self, learn: Learner) -> None: pass              # weights that are 16-bit already may stay so
+
+    def around_training(self, learn: Learner) -> list[Any]:
+        _check(learn.model, learn.opt)
+        allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
+        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        return [self.lowered.of(learn.opt, params)]
+
+    def step(self, learn: Learner, step: Callable[[], object]) -> None:
+        with self.lowered.stepping(learn.opt): step()
+
+
+def _check(model: nn.Module, opt: Any) -> None: # The learner's
+    "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
+    ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
+    if ddp or is_sharded(model):
+        raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
+                         "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
+                         "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
+    inner = getattr(opt, 'opt', None)
+    packages = {cls.__module__.partition('.')[0] for cls in type(inner).__mro__}
+    groups = getattr(inner, 'param_groups', [])
+    if 'optimi' in packages and all(g.get('kahan_sum') is not False for g in groups): return
+    if 'torchao' in packages and getattr(inner, 'bf16_stochastic_round', False): return
+    raise ValueError(f"master_weights=False cannot be used with {optimizer_name(opt)}, which does not compensate for "
+                     "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
+                     "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
+                     "`master_weights=False`.")
+
+
+def _weights_to_lower(
+    model: nn.Module, # As it is or wrapped
+    in_fp32: Collection[str], # Names of the modules that are kept in fp32
+) -> set[nn.Parameter]:
+    "Return the fp32 weights and biases that autocast casts in linear layers and convolutions, without shared ones."
+    places = list(qualified_names(model))
+    uses = Counter(p for _, m in places for p in m.parameters(recurse=False))
+    layers = (m for name, m in places if type(m) in _CAST and not covers(in_fp32, name))
+    return {p for m in layers for name, p in m.named_parameters(recurse=False)
+            if name in ('weight', 'bias')                        # not what a weight is computed from, as `weight_orig`
+            and uses[p] == 1 and p.dtype is torch.float32}
+
+
+class _Lowered:
+    """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
+
+    A weight is the sum of the parameter and its Kahan compensation, also in files saved during a fit. Until the
+    optimizer has taken a step, and so has a compensation, the rest that rounding took is kept here: training that ends
+    before that changes nothing. A copy that is made meanwhile is in fp32.
+    """
+    def __init__(self):
+        self.opt: Any = None
+        self.rest: dict[nn.Parameter, torch.Tensor | None] = {}  # what rounding took; empty outside
+
+    def __deepcopy__(self, memo: dict) -> _Lowered:
+        new = memo[id(self)] = _Lowered()
+        new.opt, new.rest = copy.deepcopy((self.opt, self.rest), memo)
+        new.__exit__()
+        return new
+
+    def of(self, opt: Any, params: list[nn.Parameter]) -> _Lowered:
+        self.opt, self.rest = opt, dict.fromkeys(params)
+        return self
+
+    def __enter__(self) -> None:
+        for p in self.rest: self._convert(p, torch.bfloat16)
+
+    def __exit__(self, *args: object) -> None:
+        for p in self.rest: self._convert(p, torch.float32)
+        self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
+
+    @contextmanager
+    def stepping(self, opt: Any):
+        "Add what is kept of a parameter to the compensation that its first step creates."
+        self.opt = opt                                           # which a callback may have exchanged
+        yield
+        for p, rest in self.rest.items():
+            if rest is not None and self._state(p): self._convert(p, torch.bfloat16)
+
+    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+        return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})
+
+    def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
+        "Convert a parameter, its gradient and its state. What rounding takes is the compensation, or is kept here."
+        state = self._state(p)
+        for k, v in state.items():                               # step counts and quantized states stay
+            if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
+        exact, lost = p.data.float(), 0.
+        for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32
+            if part is None: continue
+            whole = exact + part.float()
+            exact, lost = whole, lost + (part.float() - (whole - exact))   # what the sum has rounded away
+        data = exact.to(dtype)
+        rest = (exact - data) + lost
+        # Each in one statement, whatever interrupts.
+        if 'kahan_comp' in state: p.data, state['kahan_comp'], self.rest[p] = data, rest.to(dtype), None
+        else: p.data, self.rest[p] = data, None if state else rest
+        if p.grad is not None: p.grad = p.grad.to(dtype)
