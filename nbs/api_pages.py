@@ -24,7 +24,7 @@ LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `ve
 WHOLE = {'to_amp', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
 ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
 NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
-              'in_batch', 'at_batch_end', 'do_waiting',                                       # of the package only
+              'in_batch', 'at_batch_end', 'on_overflow', 'do_waiting',                        # of the package only
               'amp_mode',                        # called `mode` as well
               'accumulate', 'read', 'value'}                     # of metrics, for fastai
 EVENT = re.compile(r'(before|after)_\w+')

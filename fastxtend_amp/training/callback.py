@@ -68,7 +68,7 @@ class MixedPrecision(fp16.MixedPrecision):
         *args: Any, # Arguments of the precision, as in `to_fp16` and the others
         on_overflow: str = 'warn', # When training fails: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
-        **kwargs: Any # The same by name, such as `init_scale` and `fp32_modules`
+        **kwargs: Any # The same, by name
     ):
         precision = _precision_from(amp_mode, args, kwargs)
         if precision.in_use:
