@@ -24,8 +24,8 @@ class Alarm:
     kind: type[Precision]
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
-    batch: tuple                             # inputs and targets of that batch, or of a later one
-    random_state: RandomState                # before that batch; empty if it is a later one
+    batch: tuple                             # its inputs and targets
+    random_state: RandomState                # before it
     remedy: tuple = ()                       # what helps, if anything does: precision, modules in fp32, loss scale
 
     @property
@@ -66,9 +66,7 @@ def _cause(learn, alarm, divergence):
         return ('in distributed runs the batch is not run again',
                 'Call `learn.precision_report()` in one process, before the model is distributed')
     where, remedy = _run_again(learn, alarm, bad)
-    again = 'Re-running that batch with the same random numbers' if alarm.random_state else \
-            'Re-running the current batch, not the one that failed first'
-    return f'{again}: {where}', remedy
+    return f'Re-running that batch with the same random numbers: {where}', remedy
 
 
 def _run_again(

@@ -89,9 +89,9 @@ class Mend:
         "Say how many batches were mended."
         n, self.n_mended = self.n_mended, 0
         if not n: return
-        name = self.cb.precision.kind.name
-        warn_user(f'{name}: {n:,} batch{"es" * (n > 1)} of a validation or prediction had NaN or inf in 16 bits, '
-                  f'and ran again in fp32, whose results count.\n{self.cause}')
+        batches = 'batch' if n == 1 else 'batches'
+        warn_user(f'{self.cb.precision.kind.name}: {n:,} {batches} of a validation or prediction had NaN or inf in 16 '
+                  f'bits, and ran again in fp32, whose results count.\n{self.cause}')
     after_fit = after_epoch                                      # `tta` ends with it
 
 

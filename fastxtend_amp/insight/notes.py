@@ -1,4 +1,4 @@
-"Notes on two mistakes: modules kept in fp32 that are never called, and modules that do not run in 16 bits."
+"Notes on mistakes: modules kept in fp32 that are never called, and errors that mixed precision explains."
 import re
 
 import torch
@@ -10,10 +10,10 @@ from ..precisions.matching import ROOT
 from ..tensors import is_half
 from ..training.callback import MixedPrecision
 
-# In PyTorch's errors where only fp32 runs, and where an operator gets both 16-bit dtypes.
-_LOW_WORDS = 'Half|BFloat16|dtype|scalar type|primitive'
-_BOTH = 'floating ScalarType|mixed dtype'
-_ANOMALY = 'returned nan values'
+# Words of PyTorch's errors:
+_LOW_WORDS = 'Half|BFloat16|dtype|scalar type|primitive'         # where only fp32 runs
+_BOTH = 'floating ScalarType|mixed dtype'                        # where an operator gets both 16-bit dtypes
+_ANOMALY = 'returned nan values'                                 # of anomaly detection
 
 OTHER_HALF = 'some frozen weights have the other 16-bit dtype, which autocast does not always convert'
 

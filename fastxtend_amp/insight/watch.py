@@ -142,17 +142,15 @@ class Watch:
 
     def _alarm(self,
         what,
-        skipped=False, # Whether it is about skipped steps, which an accelerator may have known for long
+        skipped=False, # Whether it is about the newest step; on an accelerator a loss is that of the batch before
     ):
         "Say what happened, what to try and where it began: once a fit."
         learn, notes, cb = self.cb.learn, self.notes, self.cb
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
-        batch, state = notes.batch
-        step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)   # an accelerator's loss is that before
-        alarm = Alarm(what, cb.precision.kind, scale, step, batch,
-                      state if notes.on_cpu or not skipped or what is ODD else [])
+        step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)
+        alarm = Alarm(what, cb.precision.kind, scale, step, *notes.batch)
         found = diagnose(learn, alarm, _divergence(notes, learn.model))
-        if not found: return                                     # the loss scale was too large
+        if not found: return                                     # the loss scale explains it
         message = f'{alarm.happened}\n{found}'
         cb.fit.has_warned, cb.fit.notes = True, None             # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
