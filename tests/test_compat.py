@@ -70,3 +70,11 @@ def test_unwatched():
         assert not seen
         torch.ones(2) + 1
     assert seen
+
+
+def test_a_backward_pass_is_surrounded():
+    w, seen = torch.ones(2, requires_grad=True), []
+    loss = (w * 3).sum()
+    compat.around_backward(loss, lambda: seen.append(w.grad), lambda: seen.append(w.grad.tolist()))
+    loss.backward()
+    assert seen == [None, [3.0, 3.0]]

@@ -273,6 +273,11 @@ class MixedPrecision(fp16.MixedPrecision):
         "Scale the loss."
         if scaling := self.fit.scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
 
+    def run_backward(self, backward: Callable[[], Any]) -> None:
+        "Run the backward pass."
+        backward()
+        if scaling := self.fit.scaling: scaling.note_gradients()
+
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
         if (scaling := self.fit.scaling) is None: return

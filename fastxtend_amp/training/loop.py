@@ -39,11 +39,12 @@ class Part:
 def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception],
                  final: Callable = noop) -> None:
     "Run a part of fastai's loop."
-    run: Any = partial(_fastais, self, f, event_type, ex, final)
-    if event_type == 'backward': return run()                    # in which nothing is entered
     cb = precision_callback(self)
-    if event_type == 'step': _fastais(self, partial(cb.run_step, f) if cb and cb.fit else f, event_type, ex, final)
-    elif cb and cb.parts: _run_part(cb, event_type, run)
+    if event_type in ('backward', 'step'):                       # in which nothing is entered
+        if cb and cb.fit: f = partial(getattr(cb, f'run_{event_type}'), f)
+        return _fastais(self, f, event_type, ex, final)
+    run: Any = partial(_fastais, self, f, event_type, ex, final)
+    if cb and cb.parts: _run_part(cb, event_type, run)
     else: _run_outermost(self, cb, event_type, run)
 
 

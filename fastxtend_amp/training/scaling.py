@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from torch import nn
 
@@ -55,6 +56,7 @@ class Scaling:
         self.first_step = len(self.history.read())               # in the history
         self.before_lr_find = state if 'lr_finder' in vars(self.learn) else None
         self.gradients = Gradients.TRUE
+        self.versions: list | None = None if state['scale'] == 1 else []   # of the gradients, until the first step
         self.passes: list[Any] = []                              # of this step; each is an optimizer to `GradScaler`
         self.flagged: Any = None                                 # what skips this step on the device
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
@@ -85,10 +87,16 @@ class Scaling:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         self.found_inf = False
         if self.gradients is not Gradients.SCALED or not (params := self._params()): return
+        if self.versions not in (None, _versions(params)): warn_of_early_changes(self.learn)
+        self.versions = None
         self.gradients = Gradients.UNSCALED
         self.flagged = None if self.is_low else flagged_step(self.learn.opt, params)   # the host mends a low scale
         self._divide(params)
         self.largest = largest_of(params) if self.is_low else None   # before anybody clips
+
+    def note_gradients(self) -> None:
+        "In the first step, note the gradients after a backward pass: whoever changes them before they are unscaled."
+        if self.versions is not None: self.versions = _versions(self._params())
 
     def _params(self) -> list[Any]: return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
 
@@ -214,6 +222,22 @@ class Scaling:
                 '`learn.precision_report()` names the modules that overflow.')
         backs_off = self.scaler.get_backoff_factor() < 1
         return text + f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.' * backs_off
+
+
+def _versions(params: list[Any]) -> list[tuple[int, int]]: return [(id(p.grad), p.grad._version) for p in params]
+
+
+def warn_of_early_changes(learn: Learner) -> None:
+    "Name the callbacks that may have changed gradients while these are scaled."
+    found = [type(cb).__name__ for cb in learn.cbs.sorted('order') if cb.order < 10 and _is_early(cb)]
+    if not found: return
+    warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they are "
+              'unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
+
+
+def _is_early(cb: Any) -> bool: # And not of fastai
+    events = {'after_backward', 'before_step'} & {*vars(cb), *dir(type(cb))}
+    return bool(events) and not type(cb).__module__.startswith('fastai.')
 
 
 # -- optimizers that skip a step on the device

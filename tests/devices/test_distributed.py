@@ -152,6 +152,23 @@ def accumulate(kind, opt, path):
     assert moved == [True, False, False, False, True]
 
 
+def second_pass(kind, opt, path):
+    "In a step: its gradients are reduced before they are unscaled."
+
+    def run(l):
+        with l.amp_context():
+            loss = l.loss_func(l.model(*l.xb).float(), *l.yb)
+        (l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss).backward()
+
+    found = []
+    for mode in ('fp32', 'fp16'):
+        learn = build(kind, mode, opt, [At('before_step', run, 10.5)])
+        learn.add_cb(At('before_step', lambda l: found.append(next(l.model.parameters()).grad.clone()), 11))
+        fit(learn)
+    for a, b in zip(found, found[len(found) // 2 :]):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
 # -- files
 
 
@@ -266,7 +283,7 @@ SECTIONS = [
     *((f, kind, arg) for kind in ('ddp', 'fsdp') for f, arg in ((fp32_modules, '2'), (warns, 'fp16'))),
     *((checkpoint, kind, opt) for kind in ('ddp', 'fsdp') for opt in TWO),
     *((f, 'fsdp', opt) for f in (one_shard, reads_plain_file) for opt in TWO),
-    *((low_scale, kind, 'adam') for kind in ('ddp', 'fsdp')),
+    *((f, kind, 'adam') for kind in ('ddp', 'fsdp') for f in (low_scale, second_pass)),
     (accumulate, 'ddp', 'adam'),
     (accumulate, 'fsdp', 'fused adamw'),
     (fixes, 'ddp', 'fp16'),

@@ -63,6 +63,19 @@ def test_predictions_keep_their_structure(kind):
     assert not same(params(learn), before)
 
 
+@MODES
+def test_callbacks_can_enter_autocast_in_a_fit(to):
+    "As fastai's own callback lets them: one that compiles or allocates before the first batch."
+    learn, seen, before = make(to), [], process()
+
+    def use(l):
+        with l.mixed_precision.autocast:
+            seen.append(l.model(torch.ones(2, 6)).dtype)
+
+    learn.fit(1, cbs=[At('before_fit', use, 11), At('after_epoch', use)])
+    assert seen == [TO[to].dtype] * 2 and process() == before and learn.mixed_precision.autocast is None
+
+
 def test_inside_the_users_own_autocast():
     "A fit uses the weights of each batch, and the user's context is the same afterwards."
 
@@ -230,7 +243,13 @@ def by_loading(l):
     l.model.load_state_dict({k: v * 2 for k, v in l.model.state_dict().items()})
 
 
-CHANGES = {f.__name__: f for f in (by_copy, by_a_step, by_exchange, by_loading)}
+def by_data(l):
+    "As ensembles and averages that swap weights do."
+    for p in l.model.parameters():
+        p.data = p.data * 2
+
+
+CHANGES = {f.__name__: f for f in (by_copy, by_a_step, by_exchange, by_loading, by_data)}
 WAYS = {
     'get_preds': lambda l: l.get_preds()[0],
     'validate': lambda l: torch.tensor(l.validate()),
@@ -262,6 +281,20 @@ def averaged(l):
     return torch.tensor(l.recorder.values)
 
 
+def two_validations(l):
+    "In a fit, with a change between them that no tensor shows."
+    found = []
+
+    def validate(l):
+        for _ in range(2):
+            found.append(l.validate()[0])
+            for p in l.model.parameters():
+                p.data.mul_(2)
+
+    l.fit(1, 0.01, cbs=At('after_epoch', Once(validate), 70))
+    return torch.tensor(found)
+
+
 def under_autocast(l):
     with torch.autocast(DEVICE.type, BF16), torch.no_grad():
         l.model(torch.ones(2, 6, device=DEVICE))  # keeps casts of these weights
@@ -274,7 +307,7 @@ def grad_enabled(l):
     return l.get_preds(cbs=[enable, At('after_batch', lambda l: torch.set_grad_enabled(False), 5)])[0]
 
 
-WAYS.update({f.__name__: f for f in (in_a_batch, averaged, under_autocast, grad_enabled)})
+WAYS.update({f.__name__: f for f in (in_a_batch, averaged, two_validations, under_autocast, grad_enabled)})
 
 
 @pytest.mark.parametrize('way', WAYS)

@@ -142,6 +142,32 @@ def test_gradients_are_those_of_fp32(what):
         torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 
 
+def second_pass(factor):
+    "A callback whose step has the gradients of a second backward pass, as sharpness-aware minimization does."
+
+    def run(l):
+        l.opt.zero_grad()
+        with l.amp_context():
+            loss = l.loss_func(l.model(*l.xb).float(), *l.yb) * factor
+        (l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss).backward()
+
+    return At('before_step', run, 10.5)
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_a_second_backward_pass_in_a_step_is_scaled_while_it_runs(opt):
+    "Its small gradients do not underflow, and the step is skipped if one is not finite."
+    cbs, runs = [second_pass(1e-7)], []
+    for to in ('fp32', 'fp16'):
+        runs.append(in_steps(opt=opt, f=plain_grads, cbs=cbs)(to)[0])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(b, a, rtol=0.02, atol=1e-10)
+    bad = At('before_step', lambda l: third(l) and second_pass(float('inf')).f(l), 10.5)
+    learn = make('fp16', opt=opt, cbs=[bad])
+    learn.fit(1, 0.01)
+    assert learn.mixed_precision.skips == [i == 2 for i in range(6)] and finite(learn)
+
+
 def test_an_unfinished_accumulation_that_is_not_finite_is_zeroed():
     learn = learner(mlp(), cbs=GradientAccumulation(1000)).to_fp16(init_scale=1e30)
     learn.fit(1, 0.01)

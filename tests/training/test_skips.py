@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from fastcore.foundation import L
 from rows import *
 
 INF = float('inf')
@@ -226,6 +227,34 @@ def test_large_buffers_are_masks_and_tables_which_are_not_copied():
 
 
 # -- warnings
+
+
+class Clips(Callback):
+    "Of fastai's default order: it sees gradients times the loss scale."
+
+    def before_step(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+
+class ClipsLater(Clips):
+    order = 11
+
+
+EARLY = {
+    'Clips': ('fp16', Clips),
+    '': ('fp16', ClipsLater),
+    "fastai's": ('fp16', lambda: [GradientClip(0.01), GradientAccumulation(8)]),
+    'bf16': ('bf16', Clips),
+    'skipping': ('skipping', Clips),
+}
+
+
+@pytest.mark.parametrize('name', EARLY)
+def test_a_callback_that_changes_scaled_gradients_is_named_once(name):
+    to, cbs = EARLY[name]
+    learn = make(to, cbs=[*L(cbs())])
+    said = told(lambda: learn.fit(2, 0.01), 'gradients are changed')
+    assert [s.partition(':')[0] for s in said] == ['Clips'] * (name == 'Clips')
 
 
 def first_half():
