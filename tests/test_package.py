@@ -151,6 +151,21 @@ def test_importing_adds_methods_and_replaces_few_and_freed_memory_is_kept_from_t
         assert float(before) > 4 * 2**26 / 2**21 and float(after) < 10 and 'up to 1,024 MB are reused' in said
 
 
+BAR = """
+import fastai.learner as fastai
+before = [*fastai.defaults.callbacks]
+import fastxtend_amp
+from fastai.text.learner import LMLearner
+assert before == fastai.defaults.callbacks and 'progress_bar' in LMLearner.predict.__globals__
+from fastai.callback.progress import ProgressCallback
+assert [*before, ProgressCallback] == fastai.defaults.callbacks
+"""
+
+
+def test_importing_gives_no_bar_to_those_who_did_not_import_it():
+    run('-W', 'ignore', '-c', BAR)
+
+
 # -- the rooms
 
 

@@ -2,7 +2,7 @@
 from ..training import learner as _core
 from ..training.callback import WATCHERS
 from .any_loop import precision_report
-from .choice import measure_and_choose
+from .compare import measure_and_choose
 from .comparison import PrecisionComparison
 from .fix import mend
 from .metrics import LossScaleMetric, SkippedStepsMetric

@@ -1,6 +1,5 @@
 "The result of a comparison: table, recommendation and plot."
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,18 +7,12 @@ import pandas as pd
 from fastai.learner import Learner
 
 from ..messages import check_argument
-from ..precisions import Precision
-from .candidates import switch
+from .candidates import Contestant
 from .shown import Shown
+from .speed import FEWEST_ROUNDS, WORTH, Speed
 
-_SPEED = ['speed-up', 'speed-up low', 'speed-up high']
-_WORTH = 1.05           # smallest speed-up that is recommended
-FEWEST_ROUNDS = 6      # for an interval
-_WIDTH = 2.2            # of the interval; 1.57 for a single look
-COMPILE = '; learn.model.compile()'    # the end of a call that also compiles
+SPEED = ['speed-up', 'speed-up low', 'speed-up high']
 _MOVES = .1             # of the distance in fp32: a precision whose weights move less does not train
-# One-sided 95% prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
-_INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
 
 
 @dataclass(repr=False, eq=False)
@@ -43,14 +36,14 @@ class PrecisionComparison(Shown):
     | `compile s` | seconds of the first step of a compiled model, which compiles it; nan for others |
     | `note` | why a precision did not run, or was dropped from the rounds |
     """
-    table: pd.DataFrame # One row per precision
+    table: pd.DataFrame # One row per precision, and one for each format or choice of layers in fp32
     losses: dict[str, list[float]] # The loss of each step, by precision
     seed_losses: list[list[float]] # The loss of each step, by additional fp32 training
     recommended: str # The precision to use
     reason: str # Why, and how certain that is
     calls: dict[str, str] # The call that selects each precision
     notes: list[str] # How the comparison was made, and what limits it
-    precisions: dict[str, Precision] # What `apply` sets, by row of the table
+    rows: dict[str, Contestant] # What `apply` sets: `precision`, `channels_last` and `compiled`
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
@@ -58,17 +51,14 @@ class PrecisionComparison(Shown):
     ) -> Learner: # The learner
         "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
         row = precision or self.recommended
-        check_argument('precision', row, self.precisions.__contains__, f'one of {[*self.precisions]}')
-        new = self.precisions[row]
-        if new.kind is Precision: learn.to_fp32()
-        else: switch(learn, new)
-        if self.calls[row].endswith(COMPILE): learn.model.compile()
+        check_argument('precision', row, self.rows.__contains__, f'one of {[*self.rows]}')
+        self.rows[row].apply(learn)
         return learn
 
     def _parts(self):
         yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
         table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
-        table['speed-up'] = [shown_speed(*row) for row in self.table[_SPEED].values]
+        table['speed-up'] = [str(Speed(*row)) for row in self.table[SPEED].values]
         yield table.dropna(axis=1, how='all')
         why = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
         yield '\n'.join(why + self.notes)
@@ -78,7 +68,7 @@ class PrecisionComparison(Shown):
         import matplotlib.pyplot as plt
         figure, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
         figure.get_layout_engine().set(h_pad=.12)
-        colors = [precision.color for precision in self.precisions.values()]
+        colors = [row.precision.color for row in self.rows.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
         values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
@@ -98,83 +88,40 @@ class PrecisionComparison(Shown):
 
 # -- the recommendation
 
-def speed_up(
-    ratios: Sequence[float], # Time in fp32 divided by that in the other precision, by round
-) -> tuple[float, float, float]: # The ends are nan before the sixth round
-    """Return the median of the ratios and its interval, 2.2 (q3 - q1) / sqrt(n) to both sides of the logarithms.
-
-    The 95% notches of box plots have 1.57, for a single look: McGill, Tukey and Larsen, Variations of Box Plots, The
-    American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision that is as
-    fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
-    """
-    n = len(ratios)
-    logs = np.log(ratios or [math.nan])
-    q1, mid, q3 = np.exp(np.quantile(logs, (.25, .5, .75)))
-    times = (q3 / q1) ** (_WIDTH / math.sqrt(n)) if n >= FEWEST_ROUNDS else math.nan
-    return mid, mid / times, mid * times
-
-
-def pays(low: float, high: float, worth: float = _WORTH) -> bool | None:
-    "Return whether a speed-up in this interval pays; None if that is undecided."
-    return True if low > worth else False if high <= worth else None
-
-
-def tolerance(
-    losses: Sequence[float], # Of each step in fp32
-    seeds: Sequence[float], # Mean of the last steps in runs with other seeds
-    n_last: int, # Number of last steps
-) -> tuple[float, str]: # It, and what it is
-    """Return the amount by which the loss of another precision may lie above the fp32 loss.
-
-    It is the largest of three: what one more fp32 training could differ by; 1% of the loss, but at most half of the
-    range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only
-    once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
-    """
-    last, n = losses[-n_last:], 1 + len(seeds)
-    loss = float(np.mean(last))
-    half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf      # a loss may have any constant in it
-    if seeds:
-        spread = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1))
-        why = f'the spread of {n} fp32 training runs'
-    else:
-        spread = max(min(abs(loss) / 10, half_way), 2 * float(np.std(last)))
-        why = 'a wide tolerance (fp32 was trained only once)'
-    return max((spread, why), (min(abs(loss) / 100, half_way), '1% of the fp32 loss'),
-               (abs(losses[0] - loss) / 1000, 'a thousandth of the distance from the first fp32 loss to the last'))
-
-
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
-    seconds: float = 60., # Time that was spent, for advice on more
-) -> tuple[str, str]: # The precision, and why
-    """Return the fastest precision that pays and whose loss matches fp32.
+    seconds: float = 60., # Time that was spent, for advice on more; nan if `n_steps` is too small for any interval
+) -> tuple[str, str]: # The row, and why
+    """Return the fastest row that pays and whose loss matches fp32.
 
     It pays if the interval of its speed-up lies above 1.05. Its loss matches fp32 if the mean of the last steps is
-    finite and within the tolerance, at most half of the steps were skipped, and the weights moved. If bf16, by itself
-    or with kinds of modules in fp32, is within 5% of the fastest it wins, as it needs no loss scaling.
+    finite and within the tolerance, at most half of the steps were skipped, and the weights moved. Within 5% of the
+    fastest, a row that needs no loss scaling wins, and of those the one that changes least.
     """
     if not math.isfinite(table['loss']['fp32']):
         return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
     if math.isnan(table['weights moved']['fp32']):
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate, '
                         'whether batches have targets, and whether `splitter` returns parameters of the model.')
-    against = {name: _against(row, tolerated, seconds) for name, row in table.drop('fp32').iterrows()}
-    bad = ' '.join(f'{name}{found}.' for name, found in against.items() if found)
-    speed = table['speed-up'][[name for name, found in against.items() if not found]]
-    if speed.empty: return 'fp32', bad or 'Nothing else was compared.'
-    unscaled = speed[speed.index.str.fullmatch('bf16(, .*)?')]   # with kinds of modules in fp32
-    best = (unscaled if unscaled.max() * 1.05 >= speed.max() else speed).idxmax()
-    return best, f'Speed-up {shown_speed(*table.loc[best, _SPEED])}; its loss is within {tolerated[1]}. {bad}'.rstrip()
+    speeds = {name: Speed(*row) for name, *row in table.drop('fp32')[SPEED].itertuples()}
+    against = {name: _trains_worse(table.loc[name], tolerated) for name in speeds}
+    good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not against[name]}
+    close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
+    def order(name): return not name.startswith(('bf16', 'fp32')), name.count(' '), -good[name]
+    best = min(close, key=order, default='fp32')
+    for name, speed in speeds.items():
+        against[name] = against[name] or _too_slow(speed, table.loc[name], seconds, speeds.get(best))
+    others = ' '.join(f'{name}{found}.' for name, found in against.items() if found)
+    if not close: return best, others or 'Nothing else was compared.'
+    return best, f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}. {others}'.rstrip()
 
 
-def _against(row, tolerated, seconds):
-    "Return what speaks against a precision, to follow its name; '' if nothing does."
+def _trains_worse(row, tolerated):
+    "Return why a row cannot be recommended whatever its speed, to follow its name; '' if nothing speaks against it."
     if row['support'] == 'failed': return ': does not run'
-    n, rounds, skipped, moved, more = row[['steps', 'rounds', 'skipped', 'weights moved', 'loss difference']]
-    speed, low, high = row[_SPEED]
-    slow = f': speed-up {shown_speed(speed, low, high)}, below {_WORTH}'
-    if row['note']: return slow                                  # it was dropped
+    if row['note']: return ''                                    # it was dropped, without a loss
+    n, skipped, moved, more = row[['steps', 'skipped', 'weights moved', 'loss difference']]
     if not math.isfinite(row['loss']): return ': its loss is not finite'
     if skipped > n / 2:                                          # a skipped step is faster, and keeps the loss
         return (f': it skipped {skipped:,.0f} of {n:,} steps, so its loss and speed mean little: use a larger '
@@ -183,17 +130,19 @@ def _against(row, tolerated, seconds):
         return f': its weights moved only {moved:.0%} of the distance in fp32: its gradients vanish'
     if more > tolerated[0]:
         return ': its loss is {:.2g} above that of fp32; the limit is {:.2g}, {}'.format(more, *tolerated)
-    if (paid := pays(low, high)) is not None: return '' if paid else slow
-    factor = min(10, ((high - speed) / max(abs(speed - _WORTH), 1e-9)) ** 2)
-    if rounds < FEWEST_ROUNDS: factor = (FEWEST_ROUNDS + 2) / (rounds + 1)
-    minutes = math.ceil(factor * seconds / 60)
-    looks = f'{speed:.2f}x faster' if speed > 1 else f'slower ({speed:.2f}x)'
-    interval = 'unknown' if math.isnan(low) else f'{low:.2f} to {high:.2f}'
-    return (f' looks {looks}, but this is not certain (interval: {interval}). Measure for {minutes} '
-            f"minute{'s' * (minutes > 1)} to decide")
+    return ''
 
 
-def shown_speed(speed: float, low: float, high: float) -> str: # '1.16 (1.02 to 1.31)'; '-' for what is not known
-    "Return a speed-up and its interval as text."
-    if math.isnan(low): return '-' if math.isnan(speed) else f'{speed:.2f}'
-    return f'{speed:.2f} ({low:.2f} to {high:.2f})'
+def _too_slow(speed, row, seconds, best): # `best`: of the row that is recommended; None for fp32
+    "Return what is to be said of a speed-up, to follow the name of its row; '' if it pays."
+    if speed.pays: return ''
+    if speed.loses or row['note']: return f': speed-up {speed}, below {WORTH}' if speed.mid <= WORTH else ''
+    if best and speed.mid <= best.mid * WORTH: return f': speed-up {speed}, not faster'
+    looks = f'{speed.mid:.2f}x faster' if speed.mid > 1 else f'slower ({speed.mid:.2f}x)'
+    interval, more = f'{speed.low:.2f} to {speed.high:.2f}', ((speed.high - speed.mid) / abs(speed.mid - WORTH)) ** 2
+    if math.isnan(speed.low): interval, more = 'unknown', (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
+    advice = f'Use `n_steps={10 * FEWEST_ROUNDS}` to decide'
+    if not math.isnan(seconds):
+        minutes = math.ceil(min(10, more) * seconds / 60)
+        advice = f"Measure for {minutes} {'minute' if minutes == 1 else 'minutes'} to decide"
+    return f' looks {looks}, but this is not certain (interval: {interval}). {advice}'

@@ -1,14 +1,14 @@
 "A copy of a learner to run on the side, and whether a learner can be copied."
 import copy, inspect, tempfile, warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
@@ -20,6 +20,7 @@ from ..learners import is_sharded, training_device
 from ..messages import check_argument, first_line
 from ..precisions import Precision
 from ..precisions.matching import unwrapped
+from ..tensors import map_tensors
 from ..training.loop import precision_callback
 from .candidates import switch
 from .copied_callbacks import note_of_left_out, takes_part
@@ -108,9 +109,20 @@ def begin_fit(
     copy: Learner, # With an optimizer
     n_iter: int, # Batches in its epoch
 ) -> None:
-    "Run the events of a fit before the training part of its first epoch."
+    "Run the events of a fit before the first batch of its first epoch. Its only epoch does not begin or end again."
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in ('before_fit', 'before_epoch'): copy(event)
+    for event in 'before_fit', 'before_epoch', 'before_train': copy(event)
+    if cb := precision_callback(copy): cb.close()                # what it has opened for the process; a batch opens it
+    call_one = copy._call_one
+    def call_one_of_a_batch(event):                              # rounds of batches are parts of one training
+        if not event.endswith('_train'): call_one(event)
+    vars(copy)['_call_one'] = call_one_of_a_batch
+
+
+def run_batch(copy: Learner, i: int, batch: Any) -> None:
+    "Run a clone of a batch. A callback that ends a fit or an epoch early, which `fit` handles, ends the batch."
+    batch = map_tensors(torch.clone, batch)                      # CutMix and some models write into it
+    with suppress(CancelFitException, CancelEpochException, CancelTrainException): copy.one_batch(i, batch)
 
 
 def loader_like(

@@ -17,7 +17,7 @@ from ..precisions.matching import ROOT, qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
 from .candidates import like_own
-from .copies import begin_fit, copied_learner
+from .copies import begin_fit, copied_learner, run_batch
 from .random_states import set_random_state
 from .recorder import Trace
 from .rounding import round_as
@@ -45,12 +45,11 @@ def trace(
             reader = BackwardOnly(found.record_gradients, found.record_loss)
             set_random_state(state or [])
             for i, batch in enumerate(batches):
-                batch = map_tensors(torch.clone, batch)          # which the model may write into
                 with found.recording(copy.model), copy.added_cbs(reader):
                     if in_fit:
-                        copy.xb, copy.yb = batch
+                        copy.xb, copy.yb = map_tensors(torch.clone, batch)       # which the model may write into
                         copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
-                    else: copy.one_batch(i, batch)
+                    else: run_batch(copy, i, batch)
             if in_fit or (fp32 and fp32.error): return found
             where, found.failed_in = ' (in validation)', ROOT
             found.validates = _validates(copy, batches)
@@ -93,9 +92,7 @@ def running_copy(
         if in_fit:                                               # callbacks have already prepared its batch
             for cb in copy.cbs:
                 if not isinstance(cb, MixedPrecision): cb.before_batch = noop
-        else:
-            begin_fit(copy, 1)
-            copy('before_train')
+        else: begin_fit(copy, 1)
         yield copy
 
 

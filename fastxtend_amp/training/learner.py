@@ -68,9 +68,10 @@ def to_amp(self: Learner, *,
     It prints the choice and the reason. The choice depends only on the device; small models may still be faster in
     fp32.
 
-    With `measure=True`, it times bf16, fp16 and TF32, where they are native, on copies of the learner, and selects the
-    fastest of them, or fp32. `learn.precision_decision` holds the details. The arguments of an earlier
-    call are kept, such as those of `learn.to_fp16(fp32_modules=...)`. Distributed runs raise `RuntimeError`.
+    With `measure=True`, it runs `compare_precision` on copies of the learner, and applies the row that is recommended:
+    a precision, fp32 included, and for models with 2-d convolutions the memory format. `learn.precision_decision` holds
+    the details. The arguments of an earlier call are kept, such as those of `learn.to_fp16(fp32_modules=...)`.
+    Distributed runs raise `RuntimeError`.
     """
     check_bool(measure=measure)
     if measure:
@@ -91,6 +92,8 @@ def to_amp(self: Learner, *,
         return self.to_fp32()
     set_precision(self, cb)
     print(f"to_amp: {precision.name}, which '{device}' runs natively ({precision.support(device).why}).")
+    if device.type == 'cpu':
+        print('Small models may be faster in fp32 on a CPU: `learn.to_amp(measure=True)` finds out.')
     return self
 
 

@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import torch
 from fastai.data.core import DataLoaders
 from fastai.layers import Flatten, SimpleCNN
@@ -25,7 +26,11 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.comparison import pays, speed_up, tolerance
+from fastxtend_amp.insight.candidates import FP32, Contestant
+from fastxtend_amp.insight.compare import Rounds
+from fastxtend_amp.insight.comparison import SPEED, recommend
+from fastxtend_amp.insight.measuring import Run
+from fastxtend_amp.insight.speed import Speed, tolerance
 from fastxtend_amp.tools.device import usable_device
 
 from .models import MODELS, Model
@@ -73,11 +78,72 @@ def turns_until_decided(
     noise: float, # Standard deviation of the logarithm of a turn's time
     most: int, # Turns
 ) -> tuple[bool | None, int]: # What was decided, and after how many turns
-    ratios, decided = [], None
-    while decided is None and len(ratios) < most:
+    ratios, speed = [], Speed(np.nan)
+    while speed.is_undecided and len(ratios) < most:
         ratios.append(true * np.exp(noise * (rng.standard_normal() - rng.standard_normal())))
-        decided = pays(*speed_up(ratios)[1:])
-    return decided, len(ratios)
+        speed = Speed.of(ratios)
+    return (None if speed.is_undecided else speed.pays), len(ratios)
+
+
+class _Drawn(Run):
+    "A training whose times are drawn."
+    def train(self, steps: Sequence[int], n_round: int = 0) -> None:
+        rounds, true, noise = self.training
+        seconds = rounds.step * np.exp(noise * rounds.rng.standard_normal()) / true
+        rounds.end -= seconds * len(steps)                       # instead of a clock that goes on
+        if n_round: self.times[n_round] = seconds
+        self.losses += [0.] * len(steps)
+
+
+# Speed-ups as in channels_last_native_bf16.md, plain rows first; fp32 is 1.
+CONTESTS = {
+    'three': dict(bf16=1.5, fp16=1.02),
+    'three, nearer': dict(bf16=1.2, fp16=1.08),
+    'ResNet-18': {'bf16': 1.72, 'fp32, channels last': 1.11, 'bf16, channels last': 2.01},
+    'RegNet': {'bf16': 1.28, 'bf16, grouped in fp32': 1.05, 'fp32, channels last': 1.25, 'bf16, channels last': 1.55,
+               'bf16, grouped in fp32, channels last': 1.2},
+    'EfficientNet-B0': {'bf16': .96, 'bf16, depthwise in fp32': 1.03, 'fp32, channels last': 1.25,
+                        'bf16, channels last': 1.04, 'bf16, depthwise in fp32, channels last': 1.2},
+    'MobileNetV3': {'bf16': 1.03, 'bf16, depthwise in fp32': 1.14, 'fp32, channels last': 1.2,
+                    'bf16, channels last': .97, 'bf16, depthwise in fp32, channels last': 1.37},
+}
+
+
+def contest(
+    rng: np.random.Generator,
+    true: dict[str, float], # Speed-up by row
+    noise: float, # Standard deviation of the logarithm of a round's time
+    step: float, # Seconds in fp32
+    seconds: float = 60.,
+) -> tuple[float, float]: # The true speed-up of what is chosen, relative to the best row's, and the seconds used
+    "Run the package's own rounds on drawn times, and choose as it does; losses are alike."
+    rounds = Rounds.__new__(Rounds)
+    rounds.rng, rounds.step, rounds.tick, rounds.learn = rng, step, lambda what: None, None
+    rounds.n_steps, rounds.n_seeds, rounds.is_short, rounds.end = 50, 3, False, time.monotonic() + seconds
+    found = {'fp32': 1., **true}
+    rounds.runs = {name: _Drawn((rounds, speed, noise), Contestant(FP32, is_variant=',' in name))
+                   for name, speed in found.items()}
+    rounds.train()
+    base, left = rounds.runs['fp32'], rounds.left
+    rows = {name: dict(zip(SPEED, run.speed_up(base))) | {
+        'support': 'native', 'steps': 50, 'rounds': len(run.times), 'skipped': 0, 'weights moved': 1., 'loss': 1.,
+        'loss difference': 0., 'note': run.note} for name, run in rounds.runs.items()}
+    chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''))
+    return found[chosen] / max(found.values()), seconds - left
+
+
+def simulate_contests(trials: int = 200) -> list[str]:
+    "Return a table in Markdown: how often what is chosen is the best row, or within 5% of it."
+    rng, lines = np.random.default_rng(0), [
+        '', f'Of {trials} choices in 60 seconds, `n_steps` 50:', '',
+        '| model | rows | noise of a round | fp32 step, s | within 5% of the best | seconds, mean |',
+        '|---|--:|--:|--:|--:|--:|']
+    for name, true in CONTESTS.items():
+        for noise, step in ((.05, .1), (.1, .1), (.2, .1), (.1, .5), (.1, 1.)):
+            found = np.array([contest(rng, true, noise, step) for _ in range(trials)])
+            lines.append(f'| {name} | {1 + len(true)} | {100 * noise:.0f}% | {step} | '
+                         f'{100 * (found[:, 0] > .952).mean():.0f}% | {found[:, 1].mean():.0f} |')
+    return lines
 
 
 def simulate(trials: int = 400, most: int = 60) -> str:
@@ -101,7 +167,7 @@ def simulate(trials: int = 400, most: int = 60) -> str:
                 first, other, *seeds = 1 + .05 * rng.standard_normal(2 + n_seeds)
                 taken += other + .05 * worse - first <= tolerance([2., first], seeds, 1)[0]
             lines.append(f'| {n_seeds} | {worse} | {10 * taken / trials:.0f} % |')
-    return '\n'.join(lines)
+    return '\n'.join(lines + simulate_contests(trials // 2))
 
 
 def epochs_of(learn: Learner, mode: str, pairs: int) -> str: # '1.42 (1.40 to 1.45)'

@@ -59,8 +59,9 @@ def _tuned(learn: Learner, mode: str) -> None:
     batches = learn.dls.train
     timed, batches.n = batches.n, TUNE_BATCHES
     _ours(learn, mode)
-    found = learn.compare_precision(mode, n_seeds=0, max_seconds=TUNE_SECONDS, tune=True)
-    found.apply(learn, [name for name in found.precisions if name.startswith(mode)][-1])
+    found = learn.compare_precision(mode, n_seeds=0, max_seconds=TUNE_SECONDS)
+    rows = [name for name, row in found.rows.items() if row.precision.kind.name == mode and not row.channels_last]
+    found.apply(learn, max(rows, key=lambda name: found.table['speed-up'][name]))
     batches.n = timed
 
 

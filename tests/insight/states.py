@@ -28,7 +28,7 @@ class InStep(At):
 
 
 class Costs(Callback):
-    "Each training step lasts so long on the test's clock, divided by the speed-up of its precision, with noise."
+    "Each training step lasts so long on the test's clock, divided by the speed-up of its row, with noise."
 
     run_on_copy = True
     trained, draws = [], random.Random()  # of all copies
@@ -40,7 +40,10 @@ class Costs(Callback):
 
     def before_batch(self):
         if self.training:
-            self.trained.append(own_precision(self.learn).name)
+            precision = own_precision(self.learn)
+            kinds = [f'{m.__name__[3:]} in fp32' for m in L(precision.fp32_modules) if callable(m)]
+            formats = ['channels last'] * hasattr(self.learn, 'channels_last')
+            self.trained.append(', '.join([precision.name, *kinds, *formats]))
             noise = math.exp(self.noise * self.draws.gauss(0, 1))
             time.sleep(self.step * noise / self.speeds.get(self.trained[-1], 1.0))
 

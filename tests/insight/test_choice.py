@@ -52,7 +52,7 @@ def test_what_is_chosen_and_printed(expected, capsys):
         learn = make(cbs=Costs(speeds, step=0.097))  # a round number would be on the edge of one more step
         assert learn.to_amp(measure=True) is learn
         decision, cb = learn.precision_decision, precision_callback(learn)
-        precision = decision.precisions[decision.recommended]
+        precision = decision.rows[decision.recommended].precision
         assert cb is None and precision.kind is Precision or precision == cb.precision is not precision
         texts.append(f"# {name}: {', '.join(decision.table.index)}\n{capsys.readouterr().out}")
     expected('measured_choice', '\n'.join(texts))

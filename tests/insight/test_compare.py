@@ -13,11 +13,24 @@ from fastai.learner import Learner
 from torch import nn
 
 from fastxtend_amp import PrecisionComparison
-from fastxtend_amp.insight import measuring
-from fastxtend_amp.insight.candidates import candidates
-from fastxtend_amp.insight.comparison import recommend, speed_up, tolerance
+from fastxtend_amp.insight import compare, measuring
+from fastxtend_amp.insight.candidates import Contestant, candidates
+from fastxtend_amp.insight.comparison import recommend
+from fastxtend_amp.insight.speed import Speed, tolerance
 from fastxtend_amp.precisions import HalfWeights
-from helpers import OPTIMIZERS, At, Attentive, learner, loaders, mlp, params, precision_callback, same, set_support
+from helpers import (
+    OPTIMIZERS,
+    At,
+    Attentive,
+    learner,
+    linear,
+    loaders,
+    mlp,
+    params,
+    precision_callback,
+    same,
+    set_support,
+)
 from states import Act, Costs, InStep, bits, rich, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
@@ -120,7 +133,7 @@ def test_the_same_numbers_each_time_and_others_from_other_seeds():
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(measuring, 'LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr(compare, '_LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = learner().compare_precision('bf16', n_steps=8, n_seeds=0)
     plain = learner()
     plain.dls.train.n = 16
@@ -167,7 +180,7 @@ def test_an_error_in_low_precision_is_a_result_and_the_learner_is_not_modified(s
         'fp16': "ValueError: fp16 does not run on device 'cpu': for this test",
         'fp16 compiled': 'RuntimeError: no C++ compiler',
     }
-    assert list(r.table['steps']) == [8, 0, 3, 0, 0, 0] and {*r.table['support'][1:]} == {'failed'}
+    assert list(r.table['steps']) == [8, 3, 0, 0, 0, 0] and {*r.table['support'][1:]} == {'failed'}
 
 
 def out_of_memory(l):
@@ -248,7 +261,23 @@ def test_no_warning_of_what_happens_to_a_copy():
 
 # -- speed and time
 
-TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison
+
+def convs(groups=1):
+    "Convolutions of six channels, the second one in groups."
+    pictures = Act(lambda x: x[..., None, None])
+    return nn.Sequential(
+        pictures, nn.Conv2d(6, 6, 2, padding=1), nn.Conv2d(6, 6, 2, groups=groups), nn.Flatten(), linear()
+    )
+
+
+def speeds_of(bf16, fp32_last=1.0, bf16_last=1.0, depthwise=1.0, depthwise_last=1.0, step=0.1):
+    "As measured on a CPU with native bf16."
+    last, kept = ', channels last', 'bf16, depthwise in fp32'
+    speeds = {'bf16': bf16, f'fp32{last}': fp32_last, f'bf16{last}': bf16_last}
+    return {**speeds, kept: depthwise, kept + last: depthwise_last}, dict(step=step, noise=0.05)
+
+
+TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the model
     'faster': (dict(bf16=2.0, fp16=1.5), {}, {}),
     'fp16 is far slower': (dict(bf16=1.5, fp16=0.01), {}, dict(max_seconds=60)),
     'fp16 is slower': (dict(bf16=1.15, fp16=0.8), dict(noise=0.1), dict(max_seconds=60)),
@@ -261,6 +290,15 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison
     'steps of 1 second': (dict(bf16=1.15), dict(step=1), dict(precisions='bf16', n_steps=40, max_seconds=60)),
     'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(precisions='bf16', n_steps=40, max_seconds=60)),
     'nothing else': ({}, {}, dict(precisions='fp32')),
+    'no interval': (dict(bf16=2.0), {}, dict(n_steps=6)),
+    'no limit': (dict(bf16=2.0), {}, dict(max_seconds=math.inf)),
+    'ResNet-18': (*speeds_of(1.72, 1.11, 2.01), {}, convs()),
+    'ResNet-50': (*speeds_of(1.7, 1.08, 1.74), {}, convs()),
+    'RegNet': (*speeds_of(1.28, 1.25, 1.55), {}, convs(3)),
+    'EfficientNet': (*speeds_of(0.96, 1.25, 1.04, 1.03), {}, convs(6)),
+    'MobileNet': (*speeds_of(1.03, 1.2, 0.97, 1.14, 1.37), {}, convs(6)),
+    'in channels last already': (*speeds_of(1.72), {}, convs().to(memory_format=torch.channels_last)),
+    'without time for all': (*speeds_of(1.03, 1.2, 0.97, 1.14, 1.37, step=1.2), {'max_seconds': 60}, convs(6)),
 }
 
 
@@ -268,9 +306,10 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison
 def test_rounds(expected, sleeps):
     "What is recommended, after how many steps and rounds, and in which time; what is far slower is dropped."
     texts = []
-    for name, (speeds, costs, kwargs) in TIMED.items():
+    for name, (speeds, costs, kwargs, *model) in TIMED.items():
         start, kwargs = sleeps.now, {'precisions': LOW, 'n_steps': 16, 'max_seconds': 1000, **kwargs}
-        r = learner(cbs=Costs(speeds, **costs)).compare_precision(**kwargs)
+        kwargs |= {'precisions': 'bf16'} if model else {}
+        r = learner(*model, cbs=Costs(speeds, **costs)).compare_precision(**kwargs)
         seconds = sleeps.now - start
         assert seconds <= kwargs['max_seconds'] + max(1, 4.1 * costs.get('step', 0))
         rows = [f'{name}: {r.recommended}: {r.reason}']
@@ -292,9 +331,9 @@ def test_rounds_alternate_and_none_always_follows_the_same():
 def test_the_interval_is_one_of_ratios():
     "The interval is of the logarithms: that of the inverse ratios is the inverse."
     ratios = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
-    mid, low, high = speed_up(ratios)
-    assert 0 < low < mid < high and np.isnan(speed_up(ratios[1:])[1:]).all()
-    assert speed_up([1 / r for r in ratios]) == pytest.approx((1 / mid, 1 / high, 1 / low), rel=1e-3)
+    mid, low, high = Speed.of(ratios)
+    assert 0 < low < mid < high and np.isnan(Speed.of(ratios[1:])[1:]).all()
+    assert Speed.of([1 / r for r in ratios]) == pytest.approx((1 / mid, 1 / high, 1 / low), rel=1e-3)
 
 
 # -- memory
@@ -444,7 +483,14 @@ def test_text_and_plot(expected):
     losses, precisions = {'fp32': [2.0, 1.0], 'bf16': [2.0, 1.1], 'fp16': [2.0, NAN]}, candidates(learner(), LOW)
     calls = {name: f'learn.to_{name}()' for name in losses}
     r = PrecisionComparison(
-        table, losses, [[2.0, 0.9]] * 2, 'bf16', 'Why.', calls, ['A note.'], dict(zip(losses, precisions))
+        table,
+        losses,
+        [[2.0, 0.9]] * 2,
+        'bf16',
+        'Why.',
+        calls,
+        ['A note.'],
+        dict(zip(losses, map(Contestant, precisions))),
     )
     expected('comparison', f'{r!r}\n')
     assert '<table' in r._repr_html_() and '<code>learn.to_bf16()</code>' in r._repr_html_()

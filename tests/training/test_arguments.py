@@ -78,7 +78,7 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'fused, not fused': lambda l: fused('AdamW', fused=False),
     'fused, a name': lambda l: fused('Adamw'),
     "kahan, fastai's Adam": lambda l: kahan('AdamWW'),
-    'tune': lambda l: l.compare_precision(tune='yes'),
+    'compile': lambda l: l.compare_precision(compile='yes'),
     'learning rate': lambda l: l.compare_precision(lr=-1),
     'seeds': lambda l: l.compare_precision(n_seeds=True),
     **{f'state {s}': lambda l, s=s: MixedPrecision().load_state_dict(s) for s in STATES},
