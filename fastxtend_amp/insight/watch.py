@@ -25,7 +25,7 @@ class Notes:
     first_loss = None
     last_loss = math.nan                                         # the last finite one
     random_state = ()                                            # before the batch under way
-    batch = None                                                 # whose loss is looked at, and its random state
+    batch = None                                                 # the newest: number, tensors, random state
     has_underflowed = False                                      # gradients are 0, which was said
     has_said = False                                             # that a validation is not finite
     n_odd = 0                                                    # skipped steps that the loss scale may not explain
@@ -78,7 +78,7 @@ class Watch:
         notes, learn = self.cb.fit.notes, self.cb.learn
         if notes is None or not learn.training: return
         if not notes.on_cpu: self._check_recorded()
-        notes.batch = (learn.xb, learn.yb), notes.random_state
+        notes.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), notes.random_state
         # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
         loss = vars(learn).get('loss_grad')
         if not isinstance(loss, torch.Tensor): return
@@ -142,13 +142,12 @@ class Watch:
 
     def _alarm(self,
         what,
-        skipped=False, # Whether it is about the newest step; on an accelerator a loss is that of the batch before
+        skipped=False, # Whether it is about the newest step, whose scale is known
     ):
         "Say what happened, what to try and where it began: once a fit."
         learn, notes, cb = self.cb.learn, self.notes, self.cb
         scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
-        step = getattr(learn, 'train_iter', 0) + (notes.on_cpu or skipped)
-        alarm = Alarm(what, cb.precision.kind, scale, step, *notes.batch)
+        alarm = Alarm(what, cb.precision.kind, scale, *notes.batch)
         found = diagnose(learn, alarm, _divergence(notes, learn.model))
         if not found: return                                     # the loss scale explains it
         message = f'{alarm.happened}\n{found}'
