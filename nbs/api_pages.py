@@ -14,20 +14,25 @@ from fastai.learner import Learner
 from fastcore.docments import docments
 
 import fastxtend_amp
+from api_examples import EXAMPLES
+from fastxtend_amp.insight.verdict import Verdict
 from fastxtend_amp.precisions import PRECISIONS, Precision
 
-PACKAGE = Path(fastxtend_amp.__file__).parent
-FIRST = ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights',
-         'precision', 'precision_as', 'amp_context', 'precision_report', 'compare_precision', 'precision_decision']
+HERE, PACKAGE = Path(__file__).parent, Path(fastxtend_amp.__file__).parent
+LOOP = 'precision_report without a learner'                      # `fastxtend_amp.precision_report`
+PAGES = {                                                        # each with the names it describes, in this order
+    'api_methods': ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'precision_as',
+                    'amp_context'],
+    'api_reports': ['precision_report', 'compare_precision', 'precision_decision', LOOP, 'PrecisionReport', 'Verdict',
+                    'PrecisionComparison'],
+    'api_callback': ['MixedPrecision', 'HalfWeights', 'AMPMode', 'LossScaleMetric', 'SkippedStepsMetric'],
+    'api_helpers': ['fused', 'kahan', 'is_depthwise', 'is_grouped', 'precision_support', 'keep_freed_memory']}
+PAGE_OF = {name: page for page, names in PAGES.items() for name in names}
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
 WHOLE = {'to_amp', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
-ELSEWHERE = {'Verdict': 'insight.verdict'}                       # public, and not in `__all__`
-NOT_LISTED = {'learn', 'amp_context', 'needs_loss_scaling', 'arguments', 'open', 'close', 'begin_training',
-              'in_batch', 'at_batch_end', 'on_overflow', 'do_waiting',                        # of the package only
-              'amp_mode',                        # called `mode` as well
-              'accumulate', 'read', 'value'}                     # of metrics, for fastai
-EVENT = re.compile(r'(before|after)_\w+')
+MEMBERS = {'fp32_module_names', 'scale', 'scales', 'skips', 'skipped', 'state_dict', 'load_state_dict', 'scale_loss',
+           'autocast', 'plot_scales', 'fp32_modules', 'plot', 'apply'}       # of classes; the others are the package's
 FOR_HELP = re.compile(r'(Raises|Source|Interval)\b')             # paragraphs that only `help` shows
 
 
@@ -45,19 +50,19 @@ def function_of(obj): return inspect.unwrap(obj.fget if is_property(obj) else ob
 
 
 def learner_methods():
-    "Return what the package adds to `Learner`, by name; what most readers look for comes first."
+    "Return what the package adds to `Learner`, by name."
     found = {}
     for name, member in vars(Learner).items():
         f = function_of(member)
         is_added = inspect.isfunction(f) and is_ours(f) and not hasattr(f, '__wrapped__')
         if is_added and f.__doc__ and not name.startswith('_'): found[name] = member
-    return dict(sorted(found.items(), key=lambda item: FIRST.index(item[0]) if item[0] in FIRST else len(FIRST)))
+    return found
 
 
-def public(name):
-    "Return a public object by its name."
-    if name in ELSEWHERE: return getattr(import_module(f'fastxtend_amp.{ELSEWHERE[name]}'), name)
-    return getattr(fastxtend_amp, name)
+def described():
+    "Return all that users call, by the heading of its entry."
+    names = {name: getattr(fastxtend_amp, name) for name in fastxtend_amp.__all__}
+    return names | {LOOP: names['precision_report'], 'Verdict': Verdict} | learner_methods()
 
 
 def members(cls):
@@ -67,7 +72,7 @@ def members(cls):
         if is_ours(base) and not any(issubclass(other, base) for other in listed):
             found |= {n: m for n, m in vars(base).items() if is_property(m) or inspect.isfunction(m)}
     return {n: m for n, m in found.items()
-            if not n.startswith('_') and n not in NOT_LISTED and not EVENT.fullmatch(n) and inspect.getdoc(m)}
+            if not n.startswith('_') and inspect.getdoc(m)}
 
 
 def meaning(name):
@@ -103,8 +108,7 @@ def default_text(default):
 
 def shared():
     "Return the arguments that several `to_...` methods have in common: (name, type, default) and meaning."
-    rows = [row for name, f in learner_methods().items() if name.startswith('to_')
-            for row in arguments(f)]
+    rows = [row for name, f in learner_methods().items() if name.startswith('to_') for row in arguments(f)]
     counted = Counter(row[:3] for row in rows)
     return {key: next(row[3] for row in rows if row[:3] == key) for key, n in counted.items() if n > 1}
 
@@ -178,41 +182,43 @@ def member_line(name, obj):
 
 
 def entry(name, obj):
-    "Return an entry: heading, docstring, arguments, members of a class, and a link to the source."
-    parts = [f'### {name}', text_of(obj)]
+    "Return an entry: heading, docstring, example, arguments, members of a class, and a link to the source."
+    first, _, rest = text_of(obj).partition('\n\n')
+    parts = [f'## {name}', first, f'```python\n{EXAMPLES[name].strip()}\n```', rest]
     if inspect.isclass(obj) and issubclass(obj, Precision):
-        parts[1] = f'The precision of [`to_{obj.name}`](#to_{obj.name}), with its arguments, for `MixedPrecision`.'
+        parts[1] = f'The precision of [`to_{obj.name}`]({address(f"to_{obj.name}")}), with its arguments.'
     elif hasattr(obj, '__members__'): parts.append(', '.join(f'`{name}.{m.name}`' for m in obj))
     elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
         found = members(obj) if inspect.isclass(obj) else {}
-        lines = '\n'.join(member_line(n, m) for n, m in found.items())
-        if name not in INSIGHT: parts.insert(1, signature_line(name, obj))
+        lines = '\n'.join(member_line(n, m) for n, m in found.items() if n in MEMBERS)
+        if name not in INSIGHT: parts.insert(1, signature_line(name.split()[0], obj))
         named = name in INSIGHT or not lines                     # what a method returns has such a line already
         parts.append((argument_lines(obj) + ('\n' if named else '\n\nAttributes and methods:\n\n') + lines).strip())
     return '\n\n'.join(filter(None, [*parts, source_link(obj)]))
 
 
+def address(name):
+    "Return where in the manual an entry is."
+    return f'{PAGE_OF[name]}.md#{name.lower().replace(" ", "-")}'
+
+
+def page(name):
+    "Return the entries of a page."
+    return '\n\n'.join(entry(n, described()[n]) for n in PAGES[name])
+
+
+def names_part():
+    "Return the list of pages, each with its entries."
+    lines = []
+    for name, entries in PAGES.items():
+        title = (HERE / f'{name}.md').read_text(encoding='utf-8').partition('\n')[0].removeprefix('# API: ')
+        lines.append(f'- [{title.capitalize()}]({name}.md): ' + ', '.join(f'[`{e}`]({address(e)})' for e in entries))
+    return '\n'.join(lines)
+
+
 def shared_part():
     "Return the list of shared arguments."
     return '\n'.join(line(name, default, text) for (name, _, default), text in shared().items())
-
-
-def learner_part():
-    "Return the entries of the methods that the package adds to `Learner`."
-    return '\n\n'.join(entry(name, f) for name, f in learner_methods().items())
-
-
-def training_part():
-    "Return the entries of the public names that `insight_part` does not have."
-    first = ['MixedPrecision', 'HalfWeights', 'AMPMode', 'precision_support']
-    names = [*first, *sorted({*fastxtend_amp.__all__} - {*first, *INSIGHT}, key=str.lower)]
-    text = '\n\n'.join(entry(name, public(name)) for name in names)
-    return text.replace('### precision_report', '### precision_report without a learner')
-
-
-def insight_part():
-    "Return the entries of what reports and comparisons return."
-    return '\n\n'.join(entry(name, public(name)) for name in INSIGHT)
 
 
 def precision_part():

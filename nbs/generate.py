@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re, sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 NBS = Path(__file__).resolve().parent
@@ -16,10 +17,9 @@ import api_pages, figures  # noqa: E402
 MARKED = re.compile(r'(<!-- generated: (?P<part>[\w ]+) -->\n).*?(<!-- end -->)', re.S)
 PARTS: dict[str, Callable[[], str]] = {          # by the name in the mark
     'cases': figures.cases,
+    'api names': api_pages.names_part,
     'api shared': api_pages.shared_part,
-    'api learner': api_pages.learner_part,
-    'api training': api_pages.training_part,
-    'api insight': api_pages.insight_part,
+    **{name.replace('_', ' '): partial(api_pages.page, name) for name in api_pages.PAGES},
     'precision': api_pages.precision_part,
 }
 

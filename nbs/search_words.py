@@ -64,8 +64,8 @@ WORDS = {
                                 'learn.scaler, to_fp16 does nothing',
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
-    'api': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval',
-            'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
+    'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval'},
+    'api_callback': {'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
                               'get current loss scale, learn.mixed_precision.skipped, '
                               'skip step callback'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},

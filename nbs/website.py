@@ -10,16 +10,13 @@ from docutils import nodes
 from sphinx import addnodes
 
 import api_pages
-import fastxtend_amp
 
 PAGES = {
     'Start': ['start', '01_tutorial', 'coming_from'],
     'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
     'Background': ['how_it_works', 'guarantees', 'evidence'],
-    'Reference': ['api', 'changelog', 'contributing']}
+    'Reference': ['api', *api_pages.PAGES, 'changelog', 'contributing']}
 TOP = 'changelog', 'contributing'                                # pages whose text is a file of the top level
-# Without those that also name an argument or a metric.
-ENTRIES = {*api_pages.learner_methods(), *fastxtend_amp.__all__}
 SKIPPED = nodes.reference, nodes.title                           # whose code stays as it is
 NO_TEXT = nodes.image, addnodes.download_reference               # first in a paragraph
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
@@ -36,17 +33,19 @@ def source_read(app, docname, content):
 
 
 def link_names(app, doctree):
-    "The first mention of a method or function in a section leads to its entry in the API page."
+    "The first mention of a method or function in a section leads to its entry in the API pages."
     if not set(PAGES['Start'] + PAGES['Guides'] + PAGES['Background']) & {app.env.docname}: return
     linked = set()
     for literal in [*doctree.findall(nodes.literal)]:
         name = re.match(r'(?:learn\.)?(\w*)(?:\(.*\))?$', literal.astext())
         place = name and (name[1], id(around(literal, nodes.section)))
-        if not name or name[1] not in ENTRIES or place in linked or isinstance(literal.parent, SKIPPED): continue
+        if not name or name[1] not in api_pages.PAGE_OF or place in linked: continue
+        if isinstance(literal.parent, SKIPPED): continue
         cell = around(literal, nodes.entry)
         if cell.parent and cell.parent.index(cell) == 0: continue        # where calls of other libraries stand
         linked.add(place)
-        address = f'api.html#{name[1].lower().replace("_", "-")}'
+        page, _, anchor = api_pages.address(name[1]).partition('.md')
+        address = f'{page}.html{anchor.replace("_", "-")}'
         literal.replace_self(nodes.reference('', '', literal.deepcopy(), refuri=address))
 
 

@@ -18,7 +18,7 @@ from helpers import At, finite, learner
 ROOT = Path(__file__).parent.parent
 NBS = ROOT / 'nbs'
 sys.path[:0] = [str(NBS), str(ROOT)]
-import api_pages, generate, search_words  # noqa: E402
+import api_examples, api_pages, generate, search_words  # noqa: E402
 from nbs.benchmarks import show  # noqa: E402
 
 MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
@@ -134,26 +134,34 @@ def test_page_is_whole(page):
         assert not re.search(r'url\(\s*[\'"]?(https?:)?//|@import', sheet.read_text()), sheet
 
 
-def entries():
-    "Each entry of the API page, by its heading."
-    parts = re.split(r'^###+ (.+)$', (NBS / 'api.md').read_text(), flags=re.M)
-    return dict(zip(parts[1::2], parts[2::2]))
+API = {name: (NBS / f'{name}.md').read_text() for name in api_pages.PAGES}
 
 
-def test_api_page_has_every_public_name_with_a_meaning_of_each_argument():
-    text, found = (NBS / 'api.md').read_text(), entries()
-    assert {*fastxtend_amp.__all__, *ADDED} <= found.keys() and len(METHODS) >= 9
-    shared = text.partition('## Methods')[0]
+def test_api_pages_have_every_public_name_with_a_meaning_of_each_argument():
+    parts = re.split(r'^## (.+)$', '\n'.join(API.values()), flags=re.M)
+    found = dict(zip(parts[1::2], parts[2::2]))
+    assert api_pages.described().keys() == api_pages.PAGE_OF.keys() and len(METHODS) >= 9
     for name, f in {**METHODS, 'MixedPrecision': MixedPrecision, 'precision_support': precision_support}.items():
-        for argument in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'}:
-            entry = shared + found[name]
+        for argument in {*inspect.signature(f).parameters} - {'self', 'args', 'kwargs'} if name in found else ():
+            entry = found['Shared arguments'] + found[name]
             assert re.search(rf"^- `{argument}(=[^`]*)?`: [\w']", entry, re.M), f'{name}: {argument}'
-    assert '`init_scale=' in shared and '`init_scale`' not in found['to_bf16']
-
-
-def test_every_command_is_described():
+    assert '`init_scale=' in found['Shared arguments'] and '`init_scale`' not in found['to_bf16']
     commands = [s.partition('=')[0] for s in CFG['console_scripts'].split()]
-    assert commands and all(f'- `{c} [' in (NBS / 'api.md').read_text() for c in commands)
+    assert commands and all(f'- `{c} [' in found['Commands'] for c in commands)
+
+
+@pytest.mark.parametrize('name', api_examples.EXAMPLES)
+@pytest.mark.filterwarnings('ignore')
+def test_examples_of_the_api_print_what_they_say(name, capsys, request):
+    for word, package in {'kahan': 'optimi', 'to_fp8': 'torchao'}.items():
+        if name == word:
+            pytest.importorskip(package)
+    code = api_examples.EXAMPLES[name]
+    torch.manual_seed(0)
+    setup = re.search(r'```python\n(.*?)```', (NBS / 'api.md').read_text(), re.S)[1]
+    exec(setup + code, {})
+    printed = capsys.readouterr().out
+    assert all(text in printed.splitlines() for text in re.findall(r'\bprint\(.*\)  # (.+)', code)), printed
 
 
 # -- claims
@@ -234,9 +242,9 @@ def test_it_is_installed_from_a_clone():
 
 def test_the_manual_is_short():
     "Words, without the marks of tables and lists."
-    others = 'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md'
+    others = {'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md', *(f'{name}.md' for name in API)}
     pages = {name: len(re.findall(r'\S*\w\S*', text)) for name, text in markdown() if name not in others}
-    assert pages['README.md'] <= 700 and sum(pages.values()) <= 11_400, pages
+    assert pages['README.md'] <= 700 and sum(pages.values()) <= 9_200, pages
 
 
 SNIPPET = """

@@ -31,7 +31,7 @@ document.addEventListener('DOMContentLoaded', () => {
     return [...found].map(([place, { file, id, terms: has, best }]) => {
       const share = has.size / terms.size;
       return [docnames[file], headings.get(place) ?? titles[file], id ? '#' + id : '', null,
-              100 * share + 20 * best - (docnames[file] === 'api' ? 5 : 0), filenames[file], SearchResultKind.title, share];
+              100 * share + 20 * best - (docnames[file].startsWith('api') ? 5 : 0), filenames[file], SearchResultKind.title, share];
     });
   };
 
