@@ -43,8 +43,9 @@ class AMPMode(str, Enum):
     FP8 = 'fp8'
 
 
-_TRUE_16_BITS = {'16-true': "'fp16'", 'bf16-true': 'master_weights=False'}   # Lightning's names: `to_half_weights`
-_CALLS = {'16': 'fp16', 'no': 'fp32', '32': 'fp32'}              # of other libraries, which do not name a precision
+# Names in other libraries that have another meaning here or several.
+_CALLS = {'16': 'to_fp16()', 'no': 'to_fp32()', '32': 'to_fp32()', '16-true': "to_half_weights('fp16')",
+          'bf16-true': 'to_half_weights(master_weights=False)'}
 _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
             'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32'}
 
@@ -57,10 +58,9 @@ def find_precision(
     word = _ALIASES.get(word, word)
     if word == Precision.name: return Precision
     if word in PRECISIONS: return PRECISIONS[word]
-    names = f"Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}; `MixedPrecision` also accepts 'auto'"
-    if word in _CALLS: names = f'Call `learn.to_{_CALLS[word]}()`'
-    if word in _TRUE_16_BITS: names = f'Call `learn.to_half_weights({_TRUE_16_BITS[word]})`'
-    raise ValueError(f'{name!r} is not a precision. {names}.')
+    if word in _CALLS: raise ValueError(f'{name!r} is not a precision. Call `learn.{_CALLS[word]}`.')
+    raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}; "
+                     "`MixedPrecision` also accepts 'auto'.")
 
 
 # -- precisions

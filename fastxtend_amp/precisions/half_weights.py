@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from ..learners import optimizer_name, optimizer_rules
 from ..messages import check_bool
-from .base import AMPMode, Precision, Support, find_precision
+from .base import AMPMode, Precision, Support, find_precision, written
 from .bf16 import BF16
 from .bf16_weights import BF16Weights
 from .fp16 import FP16
@@ -55,15 +55,9 @@ class HalfWeights(Precision):
             raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
                              f'Without 16-bit weights call `learn.to_{name}()`.')
         is_bf16 = name == 'bf16'
-        for contradict, text in (
-            (is_bf16 and loss_scale is not None, f"loss_scale={loss_scale!r} cannot be used with amp_mode='bf16', "
-             "which needs no loss scaling. Leave it out, or use amp_mode='fp16'."),
-            (flat_master and not master_weights, 'flat_master=True cannot be used with master_weights=False: there '
-             'are no master weights to join. Leave one of them out.'),
-            (not is_bf16 and not master_weights, "master_weights=False cannot be used with amp_mode='fp16', whose "
-             "gradients must be unscaled in fp32. Use amp_mode='bf16', or leave out `master_weights=False`."),
-        ):
-            if contradict: raise ValueError(text)
+        if (is_bf16 and loss_scale is not None) or (not master_weights and (flat_master or not is_bf16)):
+            raise ValueError(f"{written(self.changed)} cannot be used: loss_scale needs amp_mode='fp16', as bf16 "
+                             "needs no loss scaling; flat_master and amp_mode='fp16' need master weights.")
         kept: Any = dict(fp32_modules=fp32_modules)
         self.autocast: Precision = FP16(loss_scale=loss_scale, **kept)
         if is_bf16: self.autocast = BF16(**kept) if master_weights else BF16Weights(**kept)

@@ -112,17 +112,6 @@ class InStep(Learner):
         self.look(self)
 
 
-def test_only_the_optimizers_step_has_flat_parameters():
-    "Those of the first group with the state of batch norm, which trains when it is frozen, are apart."
-    inside, outside = [], []
-    note = lambda l, seen: seen.append([[p.numel() for p in pl] for pl in l.opt.param_lists])
-    look = At('after_step', lambda l: note(l, outside), 11)
-    learn = learner(opt_func=Adam, cls=InStep, splitter=two_groups, cbs=look, wd_bn_bias=True).to_half_weights(**FLAT)
-    learn.look = lambda l: note(l, inside)
-    after(learn, 1)
-    assert inside == [[[56, 16], [9]]] * 6 and outside == [[[48, 8, 8, 8], [8, 1]]] * 6
-
-
 def new_gradients(l):
     for p in l.model.parameters():
         p.grad = (p.grad * 2).t().contiguous().t().data  # of the same values in another order in memory
@@ -235,22 +224,6 @@ def test_frozen_weights_are_not_rounded():
         learn.unfreeze()
         learn.fit(1, 0.01)  # optimi would use Triton for a group without gradients
         assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
-
-
-def test_the_first_rounding_is_kept():
-    learn = without(linear())
-    before = params(learn)
-    learn.fit(1, 0.0)
-    for p, q in zip(params(learn), before):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=0)
-
-
-def test_a_fit_that_ends_before_its_first_step_changes_no_weight():
-    learn = without()
-    before = params(learn)
-    with pytest.raises(ZeroDivisionError):
-        learn.fit(1, cbs=At('before_step', lambda l: 1 / 0))
-    assert same(before, params(learn))
 
 
 @pytest.mark.parametrize('lr', [1e-4, 3e-9])
