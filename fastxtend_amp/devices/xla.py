@@ -20,7 +20,7 @@ from torch import nn
 from ..learners import model_device, optimizer_params, training_device
 from ..tensors import map_tensors
 from ..training.checkpoint import put_over
-from ..training.scaling import DEVICE_SKIPS
+from ..training.optimizers import DEVICE_SKIPS
 from .files import convert_files
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from fastai.learner import Learner
-from fastai.torch_core import ismin_torch
+from fastai.torch_core import default_device, ismin_torch
 from fastcore.foundation import L
 from torch import nn
 from torch.amp import GradScaler
@@ -292,6 +292,19 @@ def automatic_precision(
         unknown -= known
     for name in unknown: constructed(call, Precision, **{name: arguments[name]})   # raises
     return built[fastest_native(device)]
+
+
+def precision_from(amp_mode: Any, args: tuple, kwargs: dict[str, Any]) -> Precision:
+    "Return the precision that `amp_mode` names, with these arguments."
+    if isinstance(amp_mode, Precision):
+        if not args and not kwargs: return amp_mode
+        kind = type(amp_mode).__name__
+        raise TypeError(f'{kind} is constructed already. Pass its arguments to `{kind}(...)`, or give the name '
+                        f'{amp_mode.name!r}.')
+    call = f"MixedPrecision({getattr(amp_mode, 'value', amp_mode)!r})"
+    if amp_mode != 'auto': return constructed(call, find_precision(amp_mode), *args, **kwargs)
+    if args: raise TypeError(f'{call}: pass arguments by their names.')
+    return automatic_precision(call, default_device(), kwargs)
 
 
 def static_scaler(device: str, scale: float) -> GradScaler:

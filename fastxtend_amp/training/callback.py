@@ -1,7 +1,7 @@
 """`MixedPrecision`: the callback that enters what a precision names, in fastai's loop.
 
     before_fit           opens a `Fit`: what the precision names around a fit
-    before_train         checks what only training needs
+    before_train         marks the epoch in the history of steps
     before_validate      keeps autocast's casts of the weights from batch to batch
       before_batch       enters autocast in the batch's `Part`
       after_loss         closes that
@@ -21,11 +21,10 @@ import torch
 from fastai.callback import fp16
 from fastai.callback.core import CancelStepException, _events, _inner_loop
 from fastai.learner import Learner
-from fastai.torch_core import default_device
 
 from ..messages import check_argument, check_integer, warn_user
-from ..precisions import AMPMode, Precision, automatic_precision, find_precision
-from ..precisions.base import constructed, written
+from ..precisions import AMPMode, Precision
+from ..precisions.base import precision_from, written
 from ..tensors import half_to_float, is_half, map_tensors
 from .fit import Fit
 from .scaling import Scaling, StepHistory
@@ -70,7 +69,7 @@ class MixedPrecision(fp16.MixedPrecision):
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
     ):
-        precision = _precision_from(amp_mode, args, kwargs)
+        precision = precision_from(amp_mode, args, kwargs)
         if precision.in_use:
             raise ValueError(f'This {type(precision).__name__} belongs to another callback already, with which it '
                              'would share the loss scale. Create one for each callback.')
@@ -235,11 +234,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self.opened.precision.prepare(self.learn)                # before a distributed trainer wraps the model
 
     def before_train(self):
-        "Check what only training needs."
+        "Count skipped steps from here."
         self.history.epoch_start = len(self.history.read())
-        if not self.parts: return
-        self.opened.use_model()                                  # the callback may be added during a fit
-        self.opened.begin_training()
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
@@ -273,21 +269,11 @@ class MixedPrecision(fp16.MixedPrecision):
         "Scale the loss."
         if scaling := self.fit.scaling: self.learn.loss_grad = scaling.scale_loss(self.learn.loss_grad)
 
-    def run_backward(self, backward: Callable[[], Any]) -> None:
-        "Run the backward pass."
-        backward()
-        if scaling := self.fit.scaling: scaling.note_gradients()
-
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
         if (scaling := self.fit.scaling) is None: return
         scaling.unscale()
         if scaling.found_inf is True: raise CancelStepException()
-
-    def run_step(self, step: Callable[[], Any]) -> None:
-        "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
-        if (scaling := self.fit.scaling) and scaling.found_inf is True: raise CancelStepException()
-        self.fit.precision.step(self.learn, step)
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."
@@ -313,16 +299,3 @@ class MixedPrecision(fp16.MixedPrecision):
         is_silent = self.on_overflow == 'ignore' or self.fit.has_warned
         if self.fit.scaling and not is_silent and (message := self.fit.scaling.skip_message()): warn_user(message)
         self.close()
-
-
-def _precision_from(amp_mode: Any, args: tuple, kwargs: dict[str, Any]) -> Precision:
-    "Return the precision that `amp_mode` names, with these arguments."
-    if isinstance(amp_mode, Precision):
-        if not args and not kwargs: return amp_mode
-        kind = type(amp_mode).__name__
-        raise TypeError(f'{kind} is constructed already. Pass its arguments to `{kind}(...)`, or give the name '
-                        f'{amp_mode.name!r}.')
-    call = f"MixedPrecision({getattr(amp_mode, 'value', amp_mode)!r})"
-    if amp_mode != 'auto': return constructed(call, find_precision(amp_mode), *args, **kwargs)
-    if args: raise TypeError(f'{call}: pass arguments by their names.')
-    return automatic_precision(call, default_device(), kwargs)

@@ -1,8 +1,10 @@
 "`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from fastai.callback.core import CancelStepException
 from fastai.learner import Learner
 from torch import nn
 from torch.amp import GradScaler
@@ -46,7 +48,7 @@ class Fit(ExitStack):
         self.around_model.close()
         for context in self.precision.around_fit(model): self.around_model.enter_context(context)
         self.model = model
-        if self.scaling is not None: self.scaling.buffers = [m._buffers for m in model.modules() if m._buffers]
+        if self.scaling is not None: self.scaling.buffers.look_at(model)
 
     def begin_training(self) -> None:
         "Check what only training needs, once."
@@ -55,7 +57,17 @@ class Fit(ExitStack):
         self.precision.prepare(self.learn)
         warn_of_emulation(self.learn, self.precision, self.device)
         for context in self.precision.around_training(self.learn): self.enter_context(context)
-        if self.scaling is not None: self.scaling.repair_buffers()  # notes their values
+        if self.scaling is not None: self.scaling.buffers.repair()  # notes their values
+
+    def run_backward(self, backward: Callable[[], object]) -> None:
+        "Run a backward pass of the loop."
+        backward()
+        if self.scaling is not None: self.scaling.note_gradients()
+
+    def run_step(self, step: Callable[[], object]) -> None:
+        "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
+        if self.scaling is not None and self.scaling.found_inf is True: raise CancelStepException()
+        self.precision.step(self.learn, step)
 
     def end(self, failed: bool) -> None:
         "Exit everything; with loss scaling, gradients are zeroed after a failure, unless nothing was trained."

@@ -41,7 +41,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
     "Run a part of fastai's loop."
     cb = precision_callback(self)
     if event_type in ('backward', 'step'):                       # in which nothing is entered
-        if cb and cb.fit: f = partial(getattr(cb, f'run_{event_type}'), f)
+        if cb and cb.fit: f = partial(getattr(cb.fit, f'run_{event_type}'), f)
         return _fastais(self, f, event_type, ex, final)
     run: Any = partial(_fastais, self, f, event_type, ex, final)
     if cb and cb.parts: _run_part(cb, event_type, run)
@@ -71,7 +71,11 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
     try:
         if cb is None: return run()
         if not lasts: cb.close()
-        with backward_without_autocast(), _restored(training_device(learn).type):
+        if event_type == 'fit': cb.precision.around_training(learn)   # raises before other callbacks begin
+        kind = training_device(learn).type
+        # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
+        restored: Any = autocast_restored(kind) if autocast_available(kind) else nullcontext()
+        with backward_without_autocast(), restored:
             cb.parts = []
             _run_part(cb, event_type, run)
         if not lasts and (now := precision_callback(learn)): now.close()
@@ -81,11 +85,6 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
             now.close(failed=True)
             now.do_waiting()
         raise
-
-
-def _restored(device_type: str) -> Any:
-    "Return a context that restores autocast: an interrupt in `torch.autocast.__enter__` leaves it to nobody."
-    return autocast_restored(device_type) if autocast_available(device_type) else nullcontext()
 
 
 @lru_cache                                                       # once a process

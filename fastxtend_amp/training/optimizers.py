@@ -1,4 +1,7 @@
-"Optimizers for `Learner(opt_func=...)`: torch's fused ones, and those with Kahan summation for bf16 weights."
+"""Optimizers for `Learner(opt_func=...)`: torch's fused ones, and those with Kahan summation for bf16 weights.
+
+At the end: which optimizers skip a step on the device.
+"""
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 from fastai.optimizer import OptimWrapper, pytorch_hp_map
+from torch import nn
 
 _CLASSES = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FUSED: dict[Any, Any] = {cls.__name__: cls for cls in _CLASSES}
@@ -64,3 +68,36 @@ def kahan(
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
     return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)
+
+
+# -- optimizers that skip a step on the device
+
+class FlaggedStep:
+    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1."
+    def __init__(self, opt: Any): self.opt = opt
+    def mark(self, found_inf: torch.Tensor) -> None: self.opt.grad_scale, self.opt.found_inf = None, found_inf
+    def unmark(self) -> None:
+        for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)
+
+
+def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
+    """Return the step of `opt` if it is torch's fused optimizer and a skipped step would leave no trace; else None.
+
+    A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
+    (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
+    """
+    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
+    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
+    has_state = all(map(opt.state.get, params))
+    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.param_groups)
+    return FlaggedStep(opt) if has_state or is_plain_sgd else None
+
+
+# Each gets torch's optimizer and the parameters with gradients, and returns a `FlaggedStep` or None.
+DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
+
+
+def flagged_step(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
+    "Return what skips a step of the learner's optimizer on the device; None if the host has to."
+    found = [find(opt.opt, params) for find in DEVICE_SKIPS] if type(opt) is OptimWrapper else []
+    return next(filter(None, found), None)

@@ -12,26 +12,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from functools import reduce
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from fastai.learner import Learner
-from fastai.optimizer import OptimWrapper
-from torch import nn
 
 from ..compat import around_backward
 from ..learners import is_dtensor, optimizer_params
 from ..messages import warn_user
-from .optimizers import FUSED
+from .buffers import Buffers
+from .optimizers import flagged_step
 
 _READ_EVERY = 512  # steps between two reads of the history
 _LOWEST = 2.**-24  # fp16's smallest number
-_LARGE = 2**18  # elements of a buffer
 _ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
 
 
@@ -65,8 +63,7 @@ class Scaling:
         self.skips_in_a_row = 0                                  # up to the newest step
         self.is_low, self.has_warned = self._is_low(state['scale']), False
         self.largest: float | None = None                        # gradient of this step, where the scale is low
-        self.buffers: list[dict] = []                            # of each module that has some
-        self.good: dict[Any, torch.Tensor] = {}                  # values of buffers after the last step
+        self.buffers = Buffers()
 
     # -- a step
 
@@ -120,7 +117,7 @@ class Scaling:
             self.found_inf = False
             return
         if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
-        self.repair_buffers(self.found_inf)
+        self.buffers.repair(self.found_inf)
         if self.scale is None: self.scale = self.scaler.scale(self.one)
         self.history.add(self.scale, self.found_inf)
         self._close()
@@ -188,30 +185,13 @@ class Scaling:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
         if self.gradients is Gradients.SCALED: self.unscale()
         if self.learn.opt and (failed or self.found_inf):
-            self.repair_buffers(True)
+            self.buffers.repair(True)
             self.learn.opt.zero_grad()
         self.cancel()
         self.history.read()
         if self.before_lr_find:
             self.scaler.load_state_dict(self.before_lr_find)
             del self.history[self.first_step:]
-
-    def repair_buffers(self, found_inf: bool | torch.Tensor = False) -> None:
-        """After a bad step, restore the values of buffers that became NaN or infinite; remember all for the next step.
-
-        A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped. Never
-        synchronizes.
-        """
-        good, self.good = self.good, {}
-        for kind, buffers in small_buffers(self.buffers).items():
-            now = torch.stack(buffers)
-            before = good.get(kind, now)
-            if found_inf is not False and before.shape == now.shape:
-                keep = now.isfinite()
-                if torch.is_tensor(found_inf): keep |= found_inf.to(now.device) == 0
-                now = now.where(keep, before)
-                torch._foreach_copy_(buffers, now.unbind())
-            self.good[kind] = now
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
@@ -228,49 +208,12 @@ def _versions(params: list[Any]) -> list[tuple[int, int]]: return [(id(p.grad), 
 
 
 def warn_of_early_changes(learn: Learner) -> None:
-    "Name the callbacks that may have changed gradients while these are scaled."
-    found = [type(cb).__name__ for cb in learn.cbs.sorted('order') if cb.order < 10 and _is_early(cb)]
-    if not found: return
-    warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they are "
-              'unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
-
-
-def _is_early(cb: Any) -> bool: # And not of fastai
-    events = {'after_backward', 'before_step'} & {*vars(cb), *dir(type(cb))}
-    return bool(events) and not type(cb).__module__.startswith('fastai.')
-
-
-# -- optimizers that skip a step on the device
-
-class FlaggedStep:
-    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1."
-    def __init__(self, opt: Any): self.opt = opt
-    def mark(self, found_inf: torch.Tensor) -> None: self.opt.grad_scale, self.opt.found_inf = None, found_inf
-    def unmark(self) -> None:
-        for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)
-
-
-def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
-    """Return the step of `opt` if it is torch's fused optimizer and a skipped step would leave no trace; else None.
-
-    A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
-    (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
-    """
-    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
-    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
-    has_state = all(map(opt.state.get, params))
-    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.param_groups)
-    return FlaggedStep(opt) if has_state or is_plain_sgd else None
-
-
-# Each gets torch's optimizer and the parameters with gradients, and returns a `FlaggedStep` or None.
-DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
-
-
-def flagged_step(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
-    "Return what skips a step of the learner's optimizer on the device; None if the host has to."
-    found = [find(opt.opt, params) for find in DEVICE_SKIPS] if type(opt) is OptimWrapper else []
-    return next(filter(None, found), None)
+    "Name the user's callbacks that may have changed gradients while these are scaled."
+    found = [type(cb).__name__ for cb in learn.cbs if cb.order < 10 and not type(cb).__module__.startswith('fastai.')
+             and {'after_backward', 'before_step'} & {*vars(cb), *dir(type(cb))}]
+    if found:
+        warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they "
+                  'are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
 
 
 # -- what is known of past steps
@@ -306,13 +249,3 @@ def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they hav
     "Return the largest absolute gradient, of all shards. It synchronizes."
     whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
     return max((float(g.to_dense().abs().max()) for g in whole if g.numel()), default=0.)
-
-
-def small_buffers(buffers: list[dict[str, Any]]) -> dict[Any, list[torch.Tensor]]: # By device, dtype and shape
-    "Return the floating buffers of modules, such as BatchNorm's statistics; a large one is a mask or a table."
-    found = defaultdict(list)
-    for b in chain.from_iterable(map(dict.values, buffers)):
-        if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
-        is_number = b.is_floating_point() and b.element_size() > 1       # 8-bit formats have few operators
-        if is_number and b.is_contiguous() and b.numel() < _LARGE: found[b.device, b.dtype, b.shape].append(b.data)
-    return found

@@ -241,7 +241,7 @@ class ClipsLater(Clips):
 
 
 EARLY = {
-    'Clips': ('fp16', Clips),
+    'Clips': ('fp16', lambda: [Clips(), GradientAccumulation(4)]),
     '': ('fp16', ClipsLater),
     "fastai's": ('fp16', lambda: [GradientClip(0.01), GradientAccumulation(8)]),
     'bf16': ('bf16', Clips),

@@ -1,0 +1,44 @@
+"The buffers of a model that a skipped step must not spoil, such as BatchNorm's statistics."
+from collections import defaultdict
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+_LARGE = 2**18  # elements; a large buffer is a mask or a table
+
+
+class Buffers:
+    """The small floating buffers of a model, and their values after the last step.
+
+    A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped.
+    """
+    def __init__(self):
+        self.owners: list[dict[str, Any]] = []                   # the buffers of each module that has some
+        self.good: dict[Any, torch.Tensor] = {}                  # values by device, dtype and shape
+
+    def look_at(self, model: nn.Module) -> None:
+        "From now on these are those of `model`."
+        self.owners = [m._buffers for m in model.modules() if m._buffers]
+
+    def repair(self, found_inf: bool | torch.Tensor = False) -> None:
+        "After a bad step, restore values that became NaN or infinite; remember all. Never synchronizes."
+        good, self.good = self.good, {}
+        for kind, buffers in self._alike().items():
+            now = torch.stack(buffers)
+            before = good.get(kind, now)
+            if found_inf is not False and before.shape == now.shape:
+                keep = now.isfinite()
+                if torch.is_tensor(found_inf): keep |= found_inf.to(now.device) == 0
+                now = now.where(keep, before)
+                torch._foreach_copy_(buffers, now.unbind())
+            self.good[kind] = now
+
+    def _alike(self) -> dict[Any, list[torch.Tensor]]:
+        found = defaultdict(list)
+        for b in chain.from_iterable(map(dict.values, self.owners)):
+            if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
+            is_number = b.is_floating_point() and b.element_size() > 1   # 8-bit formats have few operators
+            if is_number and b.is_contiguous() and b.numel() < _LARGE: found[b.device, b.dtype, b.shape].append(b.data)
+        return found
