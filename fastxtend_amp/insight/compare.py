@@ -17,7 +17,7 @@ from .comparison import PrecisionComparison, recommend
 from .compat import is_compiled
 from .copied_callbacks import note_of_left_out
 from .copies import check_above_0, check_learner, loader_like, several_processes
-from .measuring import Run, Training
+from .measuring import Run
 from .progress import progress_bar
 from .random_states import random_state_kept
 from .speed import FEWEST_ROUNDS, last_fifth, tolerance
@@ -140,6 +140,7 @@ class Rounds:
         self.max_seconds = min(max_seconds, 1e9)                 # `math.inf`: no limit
         self.end = time.monotonic() + self.max_seconds
         check_learner(learn, method)
+        self.device = training_device(learn)
         if lazy := [name for name, p in learn.model.named_parameters() if is_lazy(p)]:
             raise ValueError(f"{method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
                              'batch.\nRun a batch first: `learn.model(*learn.dls.one_batch()[:learn.dls.n_inp])`.')
@@ -162,8 +163,8 @@ class Rounds:
         "Train side by side in all rows, then in fp32 with other seeds; return what that shows."
         if len(rows) == 1: self.n_steps = 1                      # there is nothing to compare fp32 with
         with (random_state_kept(), progress_bar(self.learn, self.left) as self.tick, ExitStack() as copies):
-            training = Training(self.learn, self._batches(), self.n_steps, self.lr)
-            self.runs = {name: Run(training, row) for name, row in rows.items()}
+            self.batches = self._batches()
+            self.runs = {name: Run(self, row) for name, row in rows.items()}
             for run in self.runs.values():
                 with run.failures_noted(): run.copy(copies)
             self.train()
@@ -178,9 +179,9 @@ class Rounds:
 
     def _batches(self):
         "Return a batch for each step, as far as time and memory reach."
-        dl, device, found, size = loader_like(self.learn.dls.train), training_device(self.learn), [], 0
+        dl, found, size = loader_like(self.learn.dls.train), [], 0
         for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
-            found.append(to_device(b, device))
+            found.append(to_device(b, self.device))
             self.tick('batches')
             size += sum(t.nbytes for t in tensors(b))
             is_late = self.left < (1 - _FOR_BATCHES) * self.max_seconds
@@ -249,7 +250,7 @@ class Rounds:
         "Train in fp32 with another seed and another order of the batches, except for the last ones."
         self.tick('fp32')
         set_seed(1 + len(self.seeds))
-        run, n, n_first = Run(base.training, BASE), self.n_steps, self.n_steps - last_fifth(self.n_steps)
+        run, n, n_first = Run(self, BASE), self.n_steps, self.n_steps - last_fifth(self.n_steps)
         with ExitStack() as copies:
             run.copy(copies)
             run.train([*random.sample(range(n_first), n_first), *range(n_first, n)])
@@ -282,8 +283,8 @@ class Rounds:
 
 def _columns(run, base, n):
     "Return the row of a run in `PrecisionComparison.table`; `n` steps are compared."
-    speed, device = run.speed_up(base), run.training.device
-    return {'support': 'failed' if run.failed else run.row.precision.support(device).status,
+    speed = run.speed_up(base)
+    return {'support': 'failed' if run.failed else run.row.precision.support(run.rounds.device).status,
             'steps': len(run.losses), 'rounds': len(run.times), 'ms per step': 1000 * base.pace / speed.mid,
             'speed-up': speed.mid, 'speed-up low': speed.low, 'speed-up high': speed.high,
             'loss': run.loss(n), 'loss difference': run.loss(n) - base.loss(n),

@@ -138,11 +138,8 @@ def _too_slow(speed, row, seconds, best): # `best`: of the row that is recommend
     if speed.pays: return ''
     if speed.loses or row['note']: return f': speed-up {speed}, below {WORTH}' if speed.mid <= WORTH else ''
     if best and speed.mid <= best.mid * WORTH: return f': speed-up {speed}, not faster'
-    looks = f'{speed.mid:.2f}x faster' if speed.mid > 1 else f'slower ({speed.mid:.2f}x)'
-    interval, more = f'{speed.low:.2f} to {speed.high:.2f}', ((speed.high - speed.mid) / abs(speed.mid - WORTH)) ** 2
-    if math.isnan(speed.low): interval, more = 'unknown', (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
-    advice = f'Use `n_steps={10 * FEWEST_ROUNDS}` to decide'
-    if not math.isnan(seconds):
-        minutes = math.ceil(min(10, more) * seconds / 60)
-        advice = f"Measure for {minutes} {'minute' if minutes == 1 else 'minutes'} to decide"
-    return f' looks {looks}, but this is not certain (interval: {interval}). {advice}'
+    said = f': speed-up {speed}, which is not certain.'
+    if math.isnan(seconds): return f'{said} Use `n_steps={10 * FEWEST_ROUNDS}` to decide'
+    more = ((speed.high - speed.mid) / max(abs(speed.mid - WORTH), 1e-9)) ** 2
+    if math.isnan(speed.low): more = (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
+    return f'{said} Use `max_seconds={60 * math.ceil(min(10, max(2, more)) * seconds / 60)}` to decide'

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastai.learner import Learner
 from fastcore.basics import noop
 
 from ..devices.cost import allocated, wait_for
-from ..learners import training_device
 from ..messages import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
@@ -25,21 +23,10 @@ from .speed import Speed, last_fifth
 from .tensors import address, is_plain
 
 
-@dataclass
-class Training:
-    "What all runs of a comparison share."
-    learn: Learner # Only copies of it are trained
-    batches: list # Steps beyond their number reuse them
-    n_steps: int
-    lr: float | slice | None # The learner's own if None
-
-    def __post_init__(self): self.device = training_device(self.learn)
-
-
 @dataclass(eq=False)
 class Run:
     "A training: what it trains in, its copy of the learner, and the measurements."
-    training: Training
+    rounds: Any # The `Rounds` that it belongs to
     row: Contestant
     note = '' # Why it has left the rounds: an error, or it is slower than another
     failed = False # Whether it was an error
@@ -79,14 +66,14 @@ class Run:
 
     def copy(self, copies: ExitStack) -> None:
         "Make a copy of the learner that trains in this row's precision and format, and begin its fit."
-        learn: Any = copies.enter_context(copied_learner(self.training.learn, self.row.precision, optimizer=True))
+        learn: Any = copies.enter_context(copied_learner(self.rounds.learn, self.row.precision, optimizer=True))
         self.row.prepare(learn)
         set_random_state(self.random_state)
         if not learn.opt: learn.create_opt()                     # as `fit` does
         if learn.wd is not None: learn.opt.set_hypers(wd=learn.wd)
-        learn.opt.set_hypers(lr=learn.lr if self.training.lr is None else self.training.lr)
+        learn.opt.set_hypers(lr=learn.lr if self.rounds.lr is None else self.rounds.lr)
         if cb := precision_callback(learn): cb.precision.prepare(learn)
-        begin_fit(learn, self.training.n_steps)
+        begin_fit(learn, self.rounds.n_steps)
         self.learn, self.random_state = learn, random_state()
 
     def train(self, steps: Iterable[int], n_round: int = 0) -> None: # 0 for a warm-up
@@ -97,7 +84,7 @@ class Run:
         self.random_state = random_state()
 
     def _train_and_time(self, steps, n_round):
-        device = self.training.device
+        device = self.rounds.device
         wait_for(device)
         before, start = allocated(device), time.perf_counter()
         losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
@@ -109,15 +96,14 @@ class Run:
         self.losses += map(float, losses)
 
     def _step(self, i, step):
-        batches = self.training.batches
-        run_batch(self.learn, i, batches[step % len(batches)])
+        run_batch(self.learn, i, self.rounds.batches[step % len(self.rounds.batches)])
         return vars(self.learn).get('loss', torch.tensor(math.nan)).detach()     # it may end before its loss
 
     def finish(self) -> None:
         "Record what only the end of a training shows."
         if cb := precision_callback(self.learn):
             self.measured |= {'skipped': sum(cb.skips), 'final scale': cb.scale or math.nan}
-        before = unwrapped(self.training.learn.model).parameters()
+        before = unwrapped(self.rounds.learn.model).parameters()
         pairs = zip(before, self.learn.model.parameters())
         moved = [torch.dist(now.data, p.data.to(now)) for p, now in pairs if is_plain(now)]
         self.measured['weights moved'] = math.hypot(*moved) / len(self.losses)

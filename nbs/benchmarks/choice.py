@@ -1,5 +1,8 @@
 """The measured choice, tried: `python -m nbs.benchmarks.choice` beside whole epochs, `--simulate` by simulation.
 
+`--rows` tries six models of timm at 128 x 128: after each choice all rows are timed in 15 rounds of two steps, whatever
+they cost, and the chosen row is compared with the fastest. That takes about 15 minutes on two cores.
+
 Without `--models` it tries eight kinds of model, twice each. The epochs are timed in pairs, fp32 and the precision in
 turn, after the choice and on the same batches.
 
@@ -8,7 +11,7 @@ times noise on both sides; a mode's loss is that of fp32's trainings, worse by s
 """
 from __future__ import annotations
 
-import argparse, io, time, warnings
+import argparse, io, math, time, warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -26,7 +29,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.candidates import FP32, Contestant
+from fastxtend_amp.insight.candidates import FP32, Contestant, candidates, contestants
 from fastxtend_amp.insight.compare import Rounds
 from fastxtend_amp.insight.comparison import SPEED, recommend
 from fastxtend_amp.insight.measuring import Run
@@ -82,13 +85,13 @@ def turns_until_decided(
     while speed.is_undecided and len(ratios) < most:
         ratios.append(true * np.exp(noise * (rng.standard_normal() - rng.standard_normal())))
         speed = Speed.of(ratios)
-    return (None if speed.is_undecided else speed.pays), len(ratios)
+    return (None if speed.is_undecided else bool(speed.pays)), len(ratios)
 
 
 class _Drawn(Run):
     "A training whose times are drawn."
     def train(self, steps: Sequence[int], n_round: int = 0) -> None:
-        rounds, true, noise = self.training
+        rounds, true, noise = self.rounds
         seconds = rounds.step * np.exp(noise * rounds.rng.standard_normal()) / true
         rounds.end -= seconds * len(steps)                       # instead of a clock that goes on
         if n_round: self.times[n_round] = seconds
@@ -170,6 +173,38 @@ def simulate(trials: int = 400, most: int = 60) -> str:
     return '\n'.join(lines + simulate_contests(trials // 2))
 
 
+class _All(Rounds):
+    "Rounds in which every row stays."
+    def due(self) -> list[Run]: return self.running if len(self.running[0].times) < 15 else []
+    def drop_slow(self) -> None: pass
+    def _steps_that_fit(self): return self.n_steps
+
+
+SIX = 'resnet18', 'resnet50', 'regnetx_004', 'convnext_atto', 'efficientnet_b0', 'mobilenetv3_large_100'
+
+
+def choose_row(name: str, device: torch.device, max_seconds: float) -> str:
+    "Return a row of a table: what is chosen, what is fastest, and how near the chosen one comes."
+    import timm
+    torch.manual_seed(0)
+    n = 8 if name == 'resnet50' else 16
+    batches = [(torch.randn(n, 3, 128, 128, device=device), torch.randint(10, (n,), device=device)) for _ in range(8)]
+    model = timm.create_model(name, num_classes=10).to(device)
+    dls = DataLoaders(batches * 5, batches[:1], device=device)
+    learn = Learner(dls, model, nn.functional.cross_entropy, opt_func=fused('AdamW'))
+    with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()):
+        rows, start = contestants(learn, candidates(learn)), time.perf_counter()
+        plain = learn.model.state_dict()
+        learn.to_amp(measure=True, max_seconds=max_seconds)
+        seconds, chosen = time.perf_counter() - start, learn.precision_decision.recommended
+        fresh = timm.create_model(name, num_classes=10).to(device)
+        fresh.load_state_dict(plain)
+        learn = Learner(dls, fresh, nn.functional.cross_entropy, opt_func=fused('AdamW'))
+        found = _All(learn, 'choose_row', math.inf, 16, 0).compared(rows).table['speed-up']
+    speeds = '; '.join(f'{row} {speed:.2f}' for row, speed in found.items())
+    return f'{chosen} | {found.idxmax()} | {found[chosen] / found.max():.2f} | {seconds:.0f} | {speeds}'
+
+
 def epochs_of(learn: Learner, mode: str, pairs: int) -> str: # '1.42 (1.40 to 1.45)'
     "Return how much faster whole epochs are than in fp32: the median of the pairs, and their range."
     def seconds(call):
@@ -205,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         'Have `to_amp(measure=True)` choose a precision for the models of the benchmark, several times each.'))
     add = parser.add_argument
     add('--simulate', action='store_true', help='no model: how often the rules decide rightly, by simulation')
+    add('--rows', action='store_true', help='six models of timm: is the chosen row the fastest?')
     add('--device', metavar='D', help='torch device (default: the accelerator, if there is one)')
     names = {**KINDS, **MODELS}
     add('--models', nargs='+', default=list(KINDS), choices=names, metavar='M', help=f"of {', '.join(names)}")
@@ -215,6 +251,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.simulate: return print(simulate())
     device = usable_device(parser, args.device)
     warnings.simplefilter('ignore')
+    if args.rows:
+        print('| model | chosen | fastest | chosen / fastest | seconds | speed-ups |\n|---|---|---|--:|--:|---|')
+        for name in SIX: print(f'| {name} | {choose_row(name, device, args.max_seconds)} |', flush=True)
+        return
     print('| model | chosen | speed-up | seconds | whole epochs | line |\n|---|---|---|--:|---|---|', flush=True)
     for name in args.models:
         for _ in range(args.times):

@@ -1,13 +1,15 @@
 "`to_amp(measure=True)`: the fastest precision whose loss matches fp32; only the learner's precision changes."
 
-import math
+import copy, math, pickle
 
 import pytest, torch
+from fastai.learner import load_learner
 from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp.insight.candidates import advised, call, candidates, like_own, own_precision, switch
-from fastxtend_amp.precisions import FP16, Precision
+from fastxtend_amp import is_depthwise, is_grouped
+from fastxtend_amp.precisions import BF16, FP16, Precision
 from helpers import Attentive, Data, learner, loaders, mlp, precision_callback, set_support
 from states import Act, Costs, Gives, InStep, Unpacks, bits, fills, rich
 
@@ -176,3 +178,20 @@ def test_a_report_runs_the_precision_that_it_prints():
     learn.to_bf16(skip_nonfinite=True, fp32_modules='0')
     printed = learn.precision_report('bf16').verdicts['bf16'].call
     assert seen == {'None', printed} and printed == "learn.to_bf16(fp32_modules=['0'], skip_nonfinite=True)"
+
+
+def test_depthwise_and_grouped_convolutions(tmp_path):
+    "The predicates print as their names, and can be copied, pickled and exported."
+    depthwise = [nn.Conv2d(8, 16, 3, groups=8), nn.ConvTranspose1d(8, 8, 3, groups=8)]
+    grouped, others = [nn.Conv2d(8, 8, 3, groups=2)], [nn.Conv2d(1, 8, 3), nn.LayerNorm(8)]
+    for kind, found in ((is_depthwise, depthwise), (is_grouped, grouped)):
+        assert [*filter(kind, depthwise + grouped + others)] == found
+        assert pickle.loads(pickle.dumps(kind)) is copy.deepcopy(kind) is kind
+    own = type('Embedding', (nn.Module,), {})  # not that of nn
+    call = "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, Embedding, 'a'])"
+    assert repr(BF16(fp32_modules=[is_depthwise, nn.LayerNorm, own, 'a'])) == call
+    model = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1, groups=6), nn.Flatten(), nn.Linear(6, 1))
+    learn = learner(model, path=tmp_path).to_bf16(fp32_modules=is_depthwise)
+    learn.fit(1)
+    learn.export()
+    assert load_learner(tmp_path / 'export.pkl').model[1].groups == 6

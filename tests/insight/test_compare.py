@@ -6,9 +6,11 @@ from functools import partialmethod
 import numpy as np
 import pandas as pd
 import pytest, torch
+from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch import nn
 
@@ -19,6 +21,7 @@ from fastxtend_amp.insight.comparison import recommend
 from fastxtend_amp.insight.speed import Speed, tolerance
 from fastxtend_amp.precisions import HalfWeights
 from helpers import (
+    dataset,
     OPTIMIZERS,
     At,
     Attentive,
@@ -31,7 +34,7 @@ from helpers import (
     same,
     set_support,
 )
-from states import Act, Costs, InStep, bits, rich, shuffled
+from states import ASK, Act, Costs, InStep, bits, rich, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
 FP32, BF16 = (torch.float32,) * 2, (torch.float32, torch.bfloat16)  # of weight and output
@@ -154,6 +157,66 @@ def test_names_of_precisions(own, modes, names, support):
     assert [p.name for p in candidates(getattr(learner(), own)(), modes)] == ['fp32', *names]
 
 
+# -- what a copy sees
+
+
+class Schedule(Callback):
+    "Divides by the number of epochs, as pruning does; accumulates from `before_train` on, as fastxtend's callback."
+
+    run_on_copy = True
+
+    def before_fit(self):
+        seen.append(1 / self.n_epoch)
+
+    def before_train(self):
+        seen.append(self.n_iter)
+        self.weights = torch.rand(1)
+
+    def after_loss(self):
+        self.learn.loss_grad = self.learn.loss_grad + self.weights.item()
+
+
+seen = []
+
+
+def test_a_copy_begins_one_fit_of_one_epoch_with_the_same_random_numbers():
+    r = learner(cbs=Schedule()).compare_precision(['half_weights', 'bf16'], n_steps=12, n_seeds=0)
+    assert seen == [1.0, 12] * 3 and len({*r.table['loss']}) > 1 and (r.table['loss difference'].abs() < 0.05).all()
+
+
+@pytest.mark.parametrize('error', [CancelFitException, CancelEpochException, CancelTrainException])
+@pytest.mark.parametrize('event', ['before_batch', 'after_loss', 'after_step'])
+def test_a_callback_that_ends_a_fit_early_ends_a_batch(error, event):
+    def ends(l):
+        if l.training and l.iter % 2 == 0:
+            raise error()
+
+    learn = learner(cbs=InStep(event, ends))
+    assert all(ask(learn) is not None for ask in ASK.values())
+
+
+class Once(torch.utils.data.IterableDataset):
+    "Can be iterated once."
+
+    def __init__(self):
+        self.rows = iter(zip(*dataset().tensors))
+
+    def __iter__(self):
+        return self.rows
+
+
+def once():
+    loader = DataLoader(Once(), bs=4, device=torch.device('cpu'))
+    return learner(dls=DataLoaders(loader, loader, device=torch.device('cpu')))
+
+
+def test_a_loader_that_can_be_iterated_once():
+    learn = once()
+    assert (learn.compare_precision('bf16', n_steps=12, n_seeds=0).table['steps'] == 12).all()
+    with pytest.raises(ValueError, match='(?s)found no batch .*iterated only once'):
+        learn.compare_precision('bf16')
+
+
 # -- errors
 
 
@@ -223,6 +286,7 @@ ERRORS = {
     'fp32 fails in a report': lambda: learner(nn.Linear(5, 1)).precision_report(),
     'no loss scales to plot': lambda: learner().to_fp16().mixed_precision.plot_scales(),
     'nor in bf16': lambda: fitted(learner().to_bf16()).mixed_precision.plot_scales(),
+    'lazy': lambda: learner(nn.LazyLinear(1)).compare_precision(),
     'frozen': lambda: learner(frozen(mlp())).compare_precision(),
     'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
@@ -474,6 +538,24 @@ def test_apply_makes_the_call_that_keeps_what_the_learner_has():
     assert r.recommended == 'fp32' and precision_callback(r.apply(learn)) is None
     with pytest.raises(ValueError, match=r"precision='tf32' cannot be used: .* one of \['fp32', 'bf16', 'fp16', "):
         r.apply(learn, 'tf32')
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_apply_converts_format_and_optimizer(opt):
+    "In the middle of a training: fused optimizers step through memory, whatever its order is."
+    row, found = 'bf16, channels last', []
+    for is_applied in (False, True):
+        torch.manual_seed(0)
+        learn = learner(convs(), opt_func=OPTIMIZERS[opt]).to_bf16()
+        learn.fit(2)
+        if is_applied:
+            r = learn.compare_precision(n_steps=7, n_seeds=0, max_seconds=1000)
+            assert r.calls[row] == 'learn.to_bf16().to_channelslast()'
+            assert r.calls['fp32, channels last'] == 'learn.to_fp32().to_channelslast(use_amp=False)'
+            assert r.apply(learn, row).channels_last and not learn.model[1].weight.is_contiguous()
+        learn.fit(2)
+        found.append(params(learn))
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*found))
 
 
 def test_text_and_plot(expected):
