@@ -12,7 +12,7 @@ from pathlib import Path
 
 NBS = Path(__file__).resolve().parent
 sys.path[:0] = [str(NBS), str(NBS.parent)]
-import api_pages, figures  # noqa: E402
+import api_pages, figures, operators  # noqa: E402
 
 MARKED = re.compile(r'(<!-- generated: (?P<part>[\w ]+) -->\n).*?(<!-- end -->)', re.S)
 PARTS: dict[str, Callable[[], str]] = {          # by the name in the mark
@@ -20,6 +20,7 @@ PARTS: dict[str, Callable[[], str]] = {          # by the name in the mark
     'api names': api_pages.names_part,
     'api shared': api_pages.shared_part,
     **{name.replace('_', ' '): partial(api_pages.page, name) for name in api_pages.PAGES},
+    'operators': operators.part,
     'precision': api_pages.precision_part,
 }
 

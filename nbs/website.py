@@ -15,7 +15,7 @@ PAGES = {
     'Start': ['start', '01_tutorial', 'coming_from'],
     'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
     'Background': ['how_it_works', 'guarantees', 'evidence'],
-    'Reference': ['api', *api_pages.PAGES, 'changelog', 'contributing']}
+    'Reference': ['api', *api_pages.PAGES, 'operators', 'changelog', 'contributing']}
 TOP = 'changelog', 'contributing'                                # pages whose text is a file of the top level
 SKIPPED = nodes.reference, nodes.title                           # whose code stays as it is
 NO_TEXT = nodes.image, addnodes.download_reference               # first in a paragraph

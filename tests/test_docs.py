@@ -18,7 +18,7 @@ from helpers import At, finite, learner
 ROOT = Path(__file__).parent.parent
 NBS = ROOT / 'nbs'
 sys.path[:0] = [str(NBS), str(ROOT)]
-import api_examples, api_pages, generate, search_words  # noqa: E402
+import api_examples, api_pages, generate, operators, search_words  # noqa: E402
 from nbs.benchmarks import show  # noqa: E402
 
 MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
@@ -242,7 +242,7 @@ def test_it_is_installed_from_a_clone():
 
 def test_the_manual_is_short():
     "Words, without the marks of tables and lists."
-    others = {'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md', *(f'{name}.md' for name in API)}
+    others = {'operators.md', 'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md', *(f'{name}.md' for name in API)}
     pages = {name: len(re.findall(r'\S*\w\S*', text)) for name, text in markdown() if name not in others}
     assert pages['README.md'] <= 700 and sum(pages.values()) <= 9_200, pages
 
@@ -287,6 +287,8 @@ def test_readme_snippet_runs_as_it_stands(tmp_path):
 def test_generated_parts_are_those_of_the_code_and_of_the_runs():
     "Reports, API entries and cases; charts depend on the fonts of a machine."
     for file, text in generate.texts().items():
+        if file.stem == 'operators' and f'PyTorch {operators.VERSION}.' not in file.read_text():
+            continue  # lists differ by version
         assert file.read_text() == text, f'{file.name}: run `python nbs/generate.py`'
 
 
