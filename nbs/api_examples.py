@@ -4,7 +4,7 @@ EXAMPLES = {
     'to_amp': '''
 learn.to_amp()                              # prints its choice and the reason
 learn.fit_one_cycle(1)
-learn.to_amp(measure=True, max_seconds=1)   # picks the fastest; give it a minute on a real model
+learn.to_amp(measure=True, max_seconds=1)   # times them; by default for a minute
 ''',
     'to_bf16': '''
 learn.to_bf16(fp32_modules=nn.BatchNorm1d)

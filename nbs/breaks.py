@@ -1,4 +1,8 @@
-"Sphinx extension: long names in code may break after an underscore, a dot, an equals sign or an opening bracket."
+"""Sphinx extension: what narrow screens need.
+
+Long names in code may break after an underscore, a dot, an equals sign or an opening bracket. Cells of wide tables know
+the heads of their columns, for a style sheet that shows each row as a list.
+"""
 import re
 from html import escape, unescape
 
@@ -7,6 +11,8 @@ PLACE = re.compile(r'''(?<=[_=])(?=\w)|(?<=\w\.)(?<!learn\.)(?=[^\W\d])(?!py$)  
                        |(?<=[\w=][(=])(?=['"\[\w][^)]{3})''', re.VERBOSE)             # no bracket is left alone
 TABLE = re.compile(r'(<table.*?</table>)', re.DOTALL)
 CODE = re.compile(r'<code class="[^"]*literal[^"]*">.*?</code>', re.DOTALL)
+WIDE = 4                                       # columns
+ROW, CELL = re.compile(r'<tr.*?</tr>', re.DOTALL), re.compile(r'<t([dh])(?= |>)(.*?)</t\1>', re.DOTALL)
 WORD = re.compile(r'(?<=<span class="pre">)[^<]+')
 
 
@@ -18,7 +24,19 @@ def allow_breaks(app, pagename, templatename, context, doctree):
     parts = TABLE.split(context.get('body') or '')               # every second one is a table
     parts[::2] = [CODE.sub(lambda m: broken(m[0], IN_TEXT), part) for part in parts[::2]]
     parts[1::2] = [CODE.sub(lambda m: broken(m[0], IN_TABLE), part) for part in parts[1::2]]
+    if not pagename.startswith('benchmarks/'): parts[1::2] = map(labelled, parts[1::2])
     if 'body' in context: context['body'] = ''.join(parts)
+
+
+def labelled(table):
+    "Return a table of `WIDE` or more columns with the head of its column in each cell."
+    cells = (m[2].partition('>')[2] for m in CELL.finditer(ROW.search(table)[0]))
+    heads = [escape(re.sub(r'<.*?>|\s+', ' ', cell).strip()) for cell in cells]
+    if len(heads) < WIDE: return table
+    def row(match):
+        names = iter(heads)
+        return CELL.sub(lambda m: f'<t{m[1]} data-head="{next(names, "")}"{m[2]}</t{m[1]}>', match[0])
+    return ROW.sub(row, table.replace('class="docutils', 'class="wide-table docutils', 1))
 
 
 def setup(app):

@@ -10,6 +10,7 @@ import pandas as pd
 
 from .measure import NOISY, PACKAGES, noisy, notch
 
+WORDS = 'mode', 'contestant', 'optimizer', 'note'                # columns of words, flush left
 COLUMNS = f"""\
 - ms: milliseconds per step, median over blocks of steps; the contestants are timed in alternating rounds.
 - x fp32: speed-up over fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
@@ -45,14 +46,27 @@ def _models(figures: dict[str, Any]) -> Iterator[str]:
         size = f"batch size {model['batch_size']}, {model['parameters']:,} parameters"
         yield f"## {model['name']}: {model['what']}, {size}"
         table = pd.DataFrame([_row(r) for r in figures['rows'] if r['model'] == model['name']])
-        table = table.loc[:, (table != '').any()]                # without empty columns; indented as Markdown's code is
-        yield '\n'.join('    ' + line.rstrip() for line in table.to_string(index=False).splitlines())
+        same = {name: table[name][0] for name in table if table[name].nunique() == 1}
+        yield '; '.join(f'{name}: {value}' for name, value in same.items() if value)
+        yield _markdown(table.drop(columns=same))
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    "Return a table in Markdown that is also aligned as text."
+    columns = []
+    for name in table:
+        cells = [name, *table[name]]
+        width, left = max(map(len, cells)), name in WORDS
+        mark = '-' * (width + 1) + ('-' if left else ':')
+        head, *rest = (f' {cell:{"<" if left else ">"}{width}} ' for cell in cells)
+        columns.append([head, mark, *rest])
+    return '\n'.join(f'|{"|".join(row)}|' for row in zip(*columns))
 
 
 def _row(r: dict[str, Any]) -> dict[str, str]:
     def number(x, form): return '' if x is None else format(x, form)
     def ratio(q): return '' if q is None else f'{marked(q, r["blocks"])} ({q[0]:.2f}-{q[2]:.2f})'
-    return {'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'], 'runs in': r['runs_in'],
+    return {'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'],
             'ms': number(r['ms'], ',.2f'), 'x fp32': ratio(r['vs_fp32']), 'x plain': ratio(r['vs_plain_loop']),
             'syncs': number(r['syncs'], 'g'), 'faults': number(r['page_faults'], ',.0f'),
             'blocks': str(r['blocks']), 'note': r['note']}
