@@ -14,7 +14,6 @@ from nbs.benchmarks.show import by_model, finding, plot, tables  # noqa: E402
 RUNS = HERE / 'benchmarks'
 SHOWN = 'native_bf16'
 STORED = SHOWN, 'emulated', 'emulated_fp16'
-PICTURES = 'speed', 'speed_narrow', 'report'                     # of the README, each with a dark variant
 NIGHT = (13, 17, 23)                                             # what white becomes
 
 
@@ -65,11 +64,11 @@ def main() -> None:
     version = stored(SHOWN)['machine']['fastxtend_amp']
     title = f"CPU: {finding('bf16', rows())}"
     below = f'; CPU with native bf16; fastxtend_amp {version}'
-    for name, narrow in (('speed', False), ('speed_narrow', True)):
-        for file, dpi in ((HERE / f'{name}.png', 100), (large(HERE / f'{name}.png'), 200)):
-            plot({title: rows()}, file, narrow, dpi, below)
-            Image.open(file).convert('RGB').quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
-    for name in PICTURES: save_dark(HERE / f'{name}.png')
+    for name, dpi in (('speed', 100), ('speed_2x', 200), ('speed_narrow_2x', 200)):
+        file = HERE / f'{name}.png'
+        plot({title: rows()}, file, 'narrow' in name, dpi, below)
+        Image.open(file).convert('RGB').quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    save_dark(HERE / 'report.png')
 
 
 if __name__ == '__main__': main()

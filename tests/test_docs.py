@@ -247,38 +247,18 @@ def test_the_manual_is_short():
     assert pages['README.md'] <= 700 and sum(pages.values()) <= 9_200, pages
 
 
-SNIPPET = """
-import sys, warnings; warnings.simplefilter('ignore')
-import torch; torch.set_num_threads(1)
-from PIL import Image
-from sklearn.datasets import load_digits
-from fastai.data import external
-from pathlib import Path
-import torchvision.models as models
-folder, data = Path(sys.argv[1]), load_digits()
-for kind, samples in (('train', range(64)), ('valid', range(64, 80))):   # a batch, as MNIST_SAMPLE lies on the disk
-    for i in samples:
-        (folder / kind / str(data.target[i] % 2)).mkdir(parents=True, exist_ok=True)
-        image = Image.fromarray((data.images[i] * 15).astype('uint8')).convert('RGB')
-        image.save(folder / kind / str(data.target[i] % 2) / f'{i}.png')
-external.untar_data = lambda url: folder                                           # no network
-make = models.ResNet._make_layer  # an eighth of the channels: emulated convolutions are slow
-models.ResNet._make_layer = lambda self, block, planes, *args, **kwargs: make(self, block, planes // 8, *args, **kwargs)
-models.ResNet18_Weights.get_state_dict = lambda self, *args, **kwargs: models.resnet18().state_dict()
-"""
-
-
-@pytest.mark.slow  # bf16 convolutions, where they are emulated
-def test_readme_snippet_runs_as_it_stands(tmp_path):
-    snippet = next(code for code in re.findall(r'```python\n(.*?)```', README, re.S) if 'vision_learner' in code)
-    (tmp_path / 'data').mkdir()
-    code = SNIPPET + snippet.replace('from fastxtend_amp', 'untar_data = external.untar_data\nfrom fastxtend_amp', 1)
-    code += "\nassert (folder / 'model.pkl').stat().st_size"
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
-    done = subprocess.run(
-        [sys.executable, '-c', code, tmp_path / 'data'], capture_output=True, text=True, cwd=tmp_path, env=env
-    )
+@pytest.mark.parametrize('i', range(2))
+def test_readme_snippets_run_as_they_stand(tmp_path, i):
+    "Without a network, and the second prints what README shows."
+    code, shown = re.findall(r'```python\n(.*?)```(?:\n\n```\n(.*?)```)?', README, re.S)[i]
+    (tmp_path / 'model.py').write_text(code)
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}
+    env |= {'OMP_NUM_THREADS': '1', 'https_proxy': 'http://127.0.0.1:9'}
+    command = [sys.executable, '-W', 'ignore', 'model.py']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert ' '.join(shown.split()).rpartition(';')[0] in ' '.join(done.stdout.split()), done.stdout
+    assert shown or (tmp_path / 'model.pkl').stat().st_size
 
 
 # -- what is generated
@@ -292,12 +272,14 @@ def test_generated_parts_are_those_of_the_code_and_of_the_runs():
         assert file.read_text() == text, f'{file.name}: run `python nbs/generate.py`'
 
 
-def test_pictures_of_the_readme_are_there():
-    shown = re.findall(r'(?:src|srcset)="([^"]+)"', README)
-    files = [part.split()[0] for text in shown for part in text.split(',')]
-    assert len(files) > 8 and all((ROOT / f).exists() for f in files)
-    assert {Path(f).name for f in files} == {f.name for f in NBS.glob('*.png')}
+def test_pictures_are_there_and_shown():
+    "README has a picture for dark pages; the website shows those with twice as many pixels, and narrow ones on phones."
+    shown = {part.split()[0] for s in re.findall(r'(?:src|srcset)="([^"]+)"', README) for part in s.split(',')}
+    assert len(shown) == 4 and all((ROOT / f).exists() for f in shown)
     assert all(' ' in alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', README))
+    stems = {stem for _, text in markdown() for stem in re.findall(r'\]\((\w+)\.png\)', text)}
+    on_pages = {f'{stem}{kind}.png' for stem in stems for kind in ('', '_2x', '_narrow_2x')}
+    assert {f.name for f in NBS.glob('*.png')} <= on_pages | {Path(f).name for f in shown}
 
 
 def test_speeds_in_the_readme_are_those_of_the_runs():
