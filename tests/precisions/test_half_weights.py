@@ -226,6 +226,14 @@ def test_frozen_weights_are_not_rounded():
         assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
 
 
+def test_the_first_rounding_is_kept():
+    learn = without(linear())
+    before = params(learn)
+    learn.fit(1, 0.0)
+    for p, q in zip(params(learn), before):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize('lr', [1e-4, 3e-9])
 def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
     "Half a unit below 1 is 2e-3 in bf16, and 3e-8 in fp32; a fit takes 6 steps."
