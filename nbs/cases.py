@@ -688,7 +688,7 @@ def row(name: str) -> tuple[str, int, int]: # The row, verdicts that are right, 
         ok = case.is_right(v)
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.precision])
         said.append(words(v) if ok else f'{words(v)} (**wrong**)')
-        found = re.search(r'rounding [a-z ]+\(([\d.e-]+);', v.reason)
+        found = re.search(r'mean gradient by ([\d.e-]+) of', v.reason)
         moved.append(found[1] if found else '-')
     steps = ''
     if isinstance(case.expected['fp16'], list) and case.expected['fp16'] and not case.rules:

@@ -40,26 +40,27 @@ RNNS = frozenset(f'aten::{rnn}.{overload}' for rnn in ('lstm', 'gru', 'rnn_tanh'
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-def registered(key: str) -> set[str]: # {'aten::linear', 'aten::softmax.int', ...}
-    "Return the names of PyTorch's own operators that have a kernel at a dispatch key, for example 'AutocastCUDA'."
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return {name for name in names if name.startswith('aten::')}     # torchvision registers others, for both devices
+def registered(key: str) -> set[str]: # {'aten::linear', 'aten::softmax.int', 'torchvision::nms', ...}
+    "Return the names of operators that have a kernel at a dispatch key, for example 'AutocastCUDA'."
+    return {*torch._C._dispatch_get_registrations_for_dispatch_key(key)}
 
 
 @contextmanager
 def _registered_kernels() -> Iterator[None]:
     "Replace the CPU's autocast kernels by ones that cast as CUDA's do."
-    cuda, has_fastpath = registered('AutocastCUDA') | RNNS, mha.get_fastpath_enabled()
+    cuda, cpu, has_fastpath = registered('AutocastCUDA') | RNNS, registered('AutocastCPU'), mha.get_fastpath_enabled()
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter('ignore')                          # PyTorch's, that kernels are replaced
         # In evaluation a transformer's layer is one operator, unless CUDA's autocast is on.
         stack.callback(mha.set_fastpath_enabled, has_fastpath)
         mha.set_fastpath_enabled(False)
-        library = stack.enter_context(torch.library._scoped_library('aten', 'IMPL'))
-        for name in sorted(cuda | registered('AutocastCPU')):
+        of_others = {name for name in cuda | cpu if not name.startswith('aten::')}
+        libraries = {namespace: stack.enter_context(torch.library._scoped_library(namespace, 'IMPL'))
+                     for namespace in {name.partition('::')[0] for name in cuda}}
+        for name in (cuda | cpu) - (of_others & cpu):            # torchvision registers some for both devices
             kernel = _kernel(name) if name in cuda else torch.library.fallthrough_kernel
-            library.impl(name.removeprefix('aten::'), kernel, 'AutocastCPU')
-        library.impl('_fft_r2c', _cufft, 'AutocastCPU')
+            libraries[name.partition('::')[0]].impl(name.partition('::')[2], kernel, 'AutocastCPU')
+        libraries['aten'].impl('_fft_r2c', _cufft, 'AutocastCPU')
         opened = stack.pop_all()
     with opened: yield
 
@@ -80,8 +81,9 @@ def cuda_rules() -> Shared: # A context
 
 def _kernel(full_name: str) -> Callable[..., Any]:
     "Return the function that casts the inputs of an operator as CUDA's autocast does, and calls it without autocast."
-    name, _, overload = full_name.removeprefix('aten::').partition('.')
-    op = getattr(getattr(torch.ops.aten, name), overload or 'default')
+    namespace, _, name = full_name.partition('::')
+    name, _, overload = name.partition('.')
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload or 'default')
 
     def kernel(*args, **kwargs):
         if name == BANNED:
@@ -93,9 +95,11 @@ def _kernel(full_name: str) -> Callable[..., Any]:
             is_low = torch.float32 not in dtypes
             if is_low and dtypes - {low}:                        # PyTorch's own words
                 raise RuntimeError('Unexpected floating ScalarType in at::autocast::prioritize')
-        dtype = low if is_low else torch.float32
+        was, dtype = next((x.dtype for x in args if _may_cast(x)), None), low if is_low else torch.float32
         args, kwargs = tree_map(lambda x: x.to(dtype) if _may_cast(x) else x, (args, kwargs))
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU): return op(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU): out = op(*args, **kwargs)
+        if namespace == 'aten': return out
+        return tree_map(lambda x: x.to(was) if _may_cast(x) else x, out)         # torchvision's kernels cast back
     return kernel
 
 

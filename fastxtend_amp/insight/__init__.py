@@ -1,6 +1,7 @@
 "Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
 from ..training import learner as _core
 from ..training.callback import WATCHERS
+from . import reporting                                          # adds `Learner.precision_report`
 from .any_loop import precision_report
 from .compare import measure_and_choose
 from .comparison import PrecisionComparison

@@ -46,7 +46,7 @@ def like_own(
     changes: dict[str, Any] = {}
     names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
     if names: changes['fp32_modules'] = names
-    if init_scale and new.kind.scales_loss:
+    if init_scale and new.kind.scales_loss and 'enabled' not in new.changed:
         is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
         changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
         if 'scaler' in new.changed: changes['scaler'] = None     # which has its own scale

@@ -1,21 +1,26 @@
 "PyTorch's undocumented names that the trace uses."
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
+from torch.utils.flop_counter import flop_registry
 
 from ..compat import compiled_module
 
 
 def in_function_transform() -> bool:
-    """Return whether a transform of `torch.func` (grad, vmap, ...) is running, whose tensors must not outlive it.
+    """Return whether a transform of `torch.func` (grad, vmap, ...) or forward-mode AD runs: nothing can be read there.
 
-    Relies on `torch._C._are_functorch_transforms_active` (seen in 2.9 to 2.15).
+    Inside an operator the innermost transform counts only if it is forward-mode AD; reading in that ends the process.
+
+    Relies on `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` (seen in 2.9 to 2.15).
     """
-    return torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class Traits(NamedTuple):
@@ -24,18 +29,20 @@ class Traits(NamedTuple):
     draws: bool # It draws random numbers
     makes_nothing: bool # It gives a view of the same memory, a constant, or uninitialized memory
     writes: bool # It writes into an argument
+    flops: Callable | None # Counts the floating-point operations of a product; None for other operators
 
 
 @cache
 def operator(func: Any) -> Traits:
     """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
 
-    Relies on `OpOverload._schema`, `.overloadpacket` and `.tags` (1.13).
+    Relies on `OpOverload._schema`, `.overloadpacket` and `.tags` (1.13), and `flop_counter.flop_registry` (2.1).
     """
     name, aliases = func.overloadpacket.__name__, [r.alias_info for r in func._schema.returns]
     is_view = any(a is not None and not a.is_write for a in aliases)
     makes_nothing = is_view or name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))
-    return Traits(name, torch.Tag.nondeterministic_seeded in func.tags, makes_nothing, func._schema.is_mutable)
+    return Traits(name, torch.Tag.nondeterministic_seeded in func.tags, makes_nothing, func._schema.is_mutable,
+                  flop_registry.get(func.overloadpacket))
 
 
 def unwatched() -> AbstractContextManager:

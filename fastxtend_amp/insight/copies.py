@@ -49,10 +49,14 @@ def check_learner(
     try: n = len(learn.dls.train if dl is None else dl)
     except TypeError: return                                     # unknown for an iterable dataset
     except IndexError: n = 0                                     # of `DataLoaders()`
-    if n: return
-    raise ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
-                     'none.\nA learner from `load_learner` has no data: set `learn.dls`, or call '
-                     '`precision_report(dl=...)`. With `drop_last=True` the dataset may be smaller than a batch.')
+    if not n: raise no_batch(method, dl)
+
+
+def no_batch(method: str, dl: Any) -> ValueError:
+    "Return the error of a method whose source has no batch."
+    return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
+                      'none.\nA learner from `load_learner` has no data: set `learn.dls`. With `drop_last=True` the '
+                      'dataset may be smaller than a batch. An iterator gives its batches only once.')
 
 
 def check_above_0(**values: float) -> None: # By name
@@ -84,7 +88,8 @@ def copied_learner(
     Raises `ValueError` if the learner cannot be copied, with the name of the part.
     """
     with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(),
-          torch.autocast(training_device(learn).type, enabled=False), warnings.catch_warnings()):
+          torch.autocast(training_device(learn).type, enabled=False), warnings.catch_warnings(),
+          torch.autograd.set_detect_anomaly(False)):             # an overflow is looked at, or skipped
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'

@@ -9,9 +9,10 @@ from ..precisions import Precision, fastest_native
 from ..training.loop import precision_callback
 from .candidates import advised, call
 from .copies import lost_weights, several_processes
+from .judge import Judge, not_finite_data, wrong_in_fp32
 from .random_states import RandomState
 from .trace import trace
-from .verdict import Judge, named, not_finite_data, wrong_in_fp32
+from .verdict import named
 
 _BAD = 'Check the data: no precision can train on these values'
 ODD = 'a gradient is not finite, and the loss scale is not the cause'         # said only if the rerun proves it

@@ -10,19 +10,30 @@ At fixed weights K = 6 batches are run forward and backward in fp32 and in the p
 
 A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
 """
-import math, time
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from fastai.learner import Learner
 
 from ..precisions import Precision
-from ..tensors import map_tensors
+from .copies import run_batch
 from .random_states import random_state, set_random_state
 from .trace import BackwardOnly, running_copy
+from .values import all_finite
 
 N_BATCHES = 6  # K
+
+
+@dataclass
+class GradientDistance:
+    "How far a precision moves the mean gradient."
+    ratio = math.inf                                             # inf if a gradient is finite only in fp32
+    n = 0                                                        # batches whose gradients are finite in both
+    lost: list[int] = field(default_factory=list)                # batches whose gradients are finite only in fp32
+    losses: list[float] = field(default_factory=list)            # in fp32
 
 
 def _gradient(model):
@@ -33,31 +44,40 @@ def _gradient(model):
 
 def gradient_distance(
     learn: Learner, # Nothing in it changes
-    batches: Sequence, # As a DataLoader gives them
+    batches: Iterable, # As a DataLoader gives them
     kind: type[Precision],
-    keep: Sequence[str], # Modules kept in fp32
+    keep: Iterable[str], # Modules kept in fp32
     scale: float, # The loss scale, for fp16
-    until: float, # Time of `time.monotonic()` after which no further batch starts
-) -> tuple[float, int]: # The ratio, nan if a gradient is not finite, and the number of batches
+) -> GradientDistance:
     """Run batches forward and backward in two copies of `learn`, with its callbacks, in fp32 and in `kind`.
 
-    Raises `ValueError` if fewer than two batches were run or all are equal, and any error of the model.
+    Raises `ValueError` if fewer than two batches give a gradient or all are equal, and any error of the model.
     """
-    g, h = BackwardOnly(_gradient), BackwardOnly(_gradient)
+    found, start = GradientDistance(), random_state()
+    g = BackwardOnly(_gradient, lambda loss: found.losses.append(float(loss.detach())))
+    h = BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, Precision, [], 1.) as fp32, running_copy(learn, kind, keep, scale) as low:
-        scale = low.mixed_precision.scale or 1.                        # without loss scaling
-        fp32.add_cb(g)
-        low.add_cb(h)
-        for n, batch in enumerate(batches[:N_BATCHES], 1):
-            state = random_state()
-            for copy in fp32, low:
-                set_random_state(state)
-                copy.one_batch(n - 1, map_tensors(torch.clone, batch))
-            change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
-            mean += change / n
-            squares += float(change[0].norm()) ** 2 * (1 - 1 / n)
-            if time.monotonic() > until: break
-    if n < 2 or not squares: raise ValueError('the noise between batches is unknown')
-    return float(mean[1].norm()) / math.sqrt(squares / (n - 1) / n), n
+    with running_copy(learn, Precision, [], 1.) as fp32:
+        set_random_state(start)                                  # callbacks may draw weights when a fit begins
+        with running_copy(learn, kind, [*keep], scale) as low:
+            scale = low.mixed_precision.scale or 1.              # without loss scaling
+            fp32.add_cb(g)
+            low.add_cb(h)
+            for i, batch in enumerate(batches):
+                state = random_state()
+                for copy in fp32, low:
+                    set_random_state(state)
+                    run_batch(copy, i, batch)
+                if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
+                if not all_finite(h.gradients):
+                    found.lost.append(i)
+                    continue
+                found.n += 1
+                change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
+                mean += change / found.n
+                squares += float(change[0].norm()) ** 2 * (1 - 1 / found.n)
+    if found.lost: return found
+    if not squares: raise ValueError('the noise between batches is unknown')
+    found.ratio = float(mean[1].norm()) / math.sqrt(squares / (found.n - 1) / found.n)
+    return found

@@ -18,6 +18,7 @@ from ..precisions import Precision
 from ..tensors import HALF, half_to_float, map_tensors
 from .compat import operator
 from .tensors import address, is_plain, readable, tensors
+from .values import all_finite, largest_value, merged, n_nan_or_inf, relative_error, rounded
 
 _FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
 # Operators that only move values, which are recorded where they were computed.
@@ -26,10 +27,9 @@ _MOVES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 _CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
     scalar_tensor""".split())
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # of whole numbers
+_PER_NUMBER = 100       # work for each number of a result, which is written and looked at; that of an operation is 1
 _COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'              # their second result is the sum of the samples' weights
 _NEAR_0 = 6.1e-5        # constants that become 0 matter beside values below the smallest normal number of fp16
-_MASK_FROM = 1e3        # larger values may be an attention mask,
-_MASK_GAP = 64          # if they are negative and all others are smaller by this factor
 
 
 @dataclass
@@ -44,13 +44,16 @@ class Seen:
     failed = False                                               # whether NaN or inf first appears in it
     error = math.nan                                             # of its own arithmetic, relative; the largest
     changed = 0.                                                 # the share of comparisons and indices that differ
-    merged: Sequence[float] = ()                                 # two whole numbers that become one
+    merged: Sequence[float] = ()                                 # two whole numbers that leave it as one
     # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
     grad = 0.                                                    # largest absolute, of its outputs and own parameters
     grad_sum = 0.                                                # of the absolute values of all these gradients
     n_grads = 0                                                  # that are finite and not 0
     n_zeros = 0                                                  # that are 0
+    work = 0.                                                    # in fp32, the same on each machine
+    half_line = ''                                               # of code that multiplies in 16 bits in the fp32 run
+    undone_line = ''                                             # of a product in 16 bits of inputs cast to fp32
 
 
 class Operation:
@@ -61,6 +64,11 @@ class Operation:
         self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF
 
     def run(self): return self.func(*self.args, **self.kwargs)
+
+    def work(self, out):
+        "Return how much work it was: floating-point operations of products, and the size of the result."
+        flops = self.op.flops(*self.args, **self.kwargs, out_val=out) if self.op.flops else 0
+        return flops + _PER_NUMBER * sum(t.numel() for t in tensors(out))
 
     def lost_constants(self):
         "Return the constants that 16 bits round to 0, 1, -1, inf or -inf."
@@ -112,6 +120,9 @@ class Frame:
     kind: type[Precision]
     fp32: Seen                                                   # the module in fp32; empty if it did not run there
     twins: Twins = field(default_factory=Twins)
+    # By address: what `.float()` gave, also cast back; what is computed from whole numbers that fell together.
+    floats: dict = field(default_factory=dict)
+    merged: dict = field(default_factory=dict)
 
     def run(self, call):
         "Run an operator of the module, and record what it shows."
@@ -119,19 +130,34 @@ class Frame:
         for key in lost: self.seen.constants.setdefault(key, False)
         if call.op.makes_nothing: return call.run()
         wide = self._in_fp32(call)
-        is_new = wide is None and all(map(all_finite, call.inputs))      # NaN or inf, if it appears
+        was_finite = wide is None and all(map(all_finite, call.inputs))  # before it writes into one
         out = call.run()
+        if not self.kind.dtype: self.seen.work += call.work(out)
+        self._record_products(call, out)
         self._record_whole_numbers(call, out, wide)
         outs = readable(out)[:1] if call.op.name in _COUNTS else readable(out)
         for o, value in zip(outs, readable(wide) or outs):
             self._record(call, o, value)
             for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)
-            if not n_nan_or_inf(o) or self.fp32.failed: continue
-            # With a result in fp32 it is new where that is finite, and more than a mask.
-            if wide is not None: is_new = largest_value(value) > 0 and n_nan_or_inf(o[value.isfinite()]) > 0
-            self.seen.failed |= is_new
-            self.seen.is_after |= not is_new
+            if n_nan_or_inf(o) and not self.fp32.failed: self._record_failure(o, value, was_finite)
         return out
+
+    def _record_failure(self, out, value, was_finite):
+        "Record NaN or inf, which came in, or is new: where the result in fp32 is finite, and more than a mask."
+        is_new = was_finite if value is out else largest_value(value) > 0 and n_nan_or_inf(out[value.isfinite()]) > 0
+        self.seen.failed |= is_new
+        self.seen.is_after |= not is_new
+
+    def _record_products(self, call, out):
+        "Record the line of a product in 16 bits that the fp32 run should not have, or that undoes a cast to fp32."
+        if call.op.name == '_to_copy' and call.inputs:
+            was = call.inputs[0]
+            is_float = was.dtype in HALF and out.dtype is torch.float32
+            if is_float or address(was) in self.floats: self.floats[address(out)] = out
+        elif call.op.flops and any(t.dtype in HALF for t in call.inputs):
+            if not self.kind.dtype: self.seen.half_line = users_line()
+            elif any(t.dtype in HALF and address(t) in self.floats for t in call.inputs):
+                self.seen.undone_line = users_line()
 
     def _record_whole_numbers(self, call, out, wide):
         "Record decisions and indices that differ from those in fp32, and whole numbers that fall together in 16 bits."
@@ -139,9 +165,10 @@ class Frame:
         for o, w in zip(tensors(out), tensors(wide)):
             if w.dtype in (torch.bool, torch.int64) and o.shape == w.shape:
                 seen.changed = max(float((o != w).float().mean()), seen.changed)
-        if call.op.name not in _CASTS or self.fp32.merged: return
-        for t in tensors(call.args):
-            if is_plain(t) and not seen.merged: seen.merged = merged(t, out.dtype)
+        numbers = [self.merged[address(t)][0] for t in call.inputs if address(t) in self.merged]
+        if call.op.name in _CASTS: numbers += [merged(t, out.dtype) for t in tensors(call.args) if is_plain(t)]
+        if numbers := next(filter(None, numbers), None):
+            for o in readable(out): self.merged[address(o)] = numbers, o
 
     def _in_fp32(self, call):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
@@ -169,6 +196,7 @@ class Frame:
 
     def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."
+        if address(t) in self.merged and not self.fp32.merged: self.seen.merged, _ = self.merged[address(t)]
         if not self.kind.dtype: return
         t = t.detach()
         error = relative_error(t, self.twins.wide(t))
@@ -182,11 +210,6 @@ def _number(x): # 0 for what is no constant
     return float(f'{float(x):.7g}') if is_constant else 0
 
 
-def rounded(number: float, dtype: torch.dtype) -> float:
-    "Return `number` in a dtype."
-    return float(torch.tensor(float(number)).to(dtype))
-
-
 def users_line() -> str: # 'norm.py:33'
     "Return the line that runs now in the user's code or in a library; '' if PyTorch's modules are all that runs."
     frame: Any = sys._getframe()
@@ -194,49 +217,3 @@ def users_line() -> str: # 'norm.py:33'
         if is_users(frame): return f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'
         frame = frame.f_back
     return ''
-
-
-# -- the values of a tensor, without float64, which MPS lacks
-
-def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
-    "Return two different whole numbers in `t` that become equal in `dtype`; tensors of images are left out."
-    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
-    t = t.float()
-    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be one in fp32 already
-    if not is_whole.all(): return []
-    t = t.unique()
-    first = (t.to(dtype).diff() == 0).nonzero()[:1]
-    return torch.cat([t[first], t[first + 1]]).flatten().tolist()
-
-
-def all_finite(t: torch.Tensor) -> bool:
-    "Return whether no value is NaN or inf."
-    return bool(t.isfinite().all())
-
-
-def n_nan_or_inf(t: torch.Tensor) -> int:
-    "Return how many values are NaN or +inf; -inf may be a mask."
-    return int((t.isnan() | t.isposinf()).sum())
-
-
-def largest_value(t: torch.Tensor) -> float:
-    """Return the largest absolute finite value; 0 if there is none.
-
-    Attention masks are ignored: negative values far from all others, and tensors of one or two distinct values.
-    """
-    if not all_finite(t): t = t[t.isfinite()]
-    if not t.numel(): return 0.
-    low, high = map(float, torch.aminmax(t))
-    largest = max(-low, high)
-    if largest < _MASK_FROM: return largest
-    if t.numel() > 2 >= len(t.unique()): return 0.
-    others = float(t[t > low / 4].abs().max()) if high > low / 4 else math.inf
-    return others if others * _MASK_GAP < -low else largest
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan without a value other than 0
-    "Return the norm of the difference over that of `expected`, of the values that are finite in both."
-    both = got.isfinite() & expected.isfinite()
-    got, expected = got[both].float(), expected[both].float()
-    if not (unit := largest_value(expected)): return math.nan    # so that squares stay in the range of fp32
-    return float(((got - expected) / unit).norm() / (expected / unit).norm())

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
 from .compat import in_function_transform, unwatched
-from .operators import Frame, Operation, Seen, all_finite
+from .operators import Frame, Operation, Seen
 from .tensors import is_plain, readable
+from .values import all_finite
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
 BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
@@ -39,6 +40,13 @@ class Trace(TorchDispatchMode):
         # The modules, in the order in which their last calls finish, and the loss function.
         self.seen = dict[str, Seen]()
         self.losses = list[float]()                              # of the batches that gave one
+        self.predictions = list[torch.Tensor]()                  # of a validation
+        self.unseen = dict[str, None]()                          # modules whose values could not be read
+
+    @property
+    def work(self) -> float:
+        "Return how much work the forward pass in fp32 was."
+        return sum(s.work for s in self.seen.values())
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -58,6 +66,9 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.in_backward or not self.frames: return func(*args, **(kwargs or {}))
+        if in_function_transform():
+            self.unseen[self.frames[-1].seen.name] = None
+            return func(*args, **(kwargs or {}))
         call = Operation(func, args, kwargs or {})
         out = self.frames[-1].run(call)
         if call.op.writes and not call.op.makes_nothing:         # exact for the callers, as outputs of modules inside
@@ -69,7 +80,8 @@ class Trace(TorchDispatchMode):
     def _enter(self, name, module, args, kwargs):
         with unwatched():
             if not self.frames: self._push(LOSS, 'function')     # everything outside of the model
-            if not self.in_backward and not in_function_transform():       # tensors of vmap cannot be read
+            if in_function_transform(): self.unseen[name] = None
+            elif not self.in_backward:
                 for t in readable((args, kwargs)): self.frames[-1].compare(t)
             self._push(name, type(module).__name__)
 

@@ -2,6 +2,7 @@
 
 `recorder.py` follows the modules, and `operators.py` observes their operators.
 """
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,9 +20,11 @@ from ..training.callback import MixedPrecision
 from .candidates import like_own
 from .copies import begin_fit, copied_learner, run_batch
 from .random_states import set_random_state
-from .recorder import Trace
+from .recorder import LOSS, Trace
 from .rounding import round_as
 from .tensors import has_finite_results, readable
+
+_IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
 
 
 def trace(
@@ -52,23 +55,25 @@ def trace(
                     else: run_batch(copy, i, batch)
             if in_fit or (fp32 and fp32.error): return found
             where, found.failed_in = ' (in validation)', ROOT
-            found.validates = _validates(copy, batches)
+            found.validates = _validates(copy, batches, found.predictions)
             if fp32 and fp32.validates and not found.validates:
                 found.not_finite = 'loss'
-                with found.recording(copy.model): _validates(copy, batches)
+                with found.recording(copy.model): _validates(copy, batches, [])
     except torch.OutOfMemoryError: raise
     except Exception as e:
         if kind is Precision and not where: raise
         found.error = first_line(e) + where
+        if found.failed_in == LOSS and (cb := _IN_CALLBACK.search(str(e))): found.failed_in = f'callback `{cb[1]}`'
     return found
 
 
-def _validates(learn: Learner, batches: Sequence) -> bool:
-    "Run batches as in validation; return whether all predictions and losses are finite."
+def _validates(learn: Learner, batches: Sequence, predictions: list) -> bool:
+    "Run batches as in validation; add predictions; return whether they and the losses are finite."
     finite = True
     for batch in batches:
         learn._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
         finite &= has_finite_results(learn)
+        predictions += readable(learn.pred)
     return finite
 
 
@@ -106,7 +111,9 @@ class BackwardOnly(Callback):
     ):
         self.read_gradients, self.read_loss = read_gradients, read_loss
 
-    def before_batch(self): vars(self.learn).pop('loss_grad', None)          # of the batch before
+    def before_batch(self):
+        vars(self.learn).pop('loss_grad', None)                  # of the batch before
+        self.gradients = None
 
     def after_loss(self):
         learn = self.learn

@@ -1,22 +1,23 @@
 "The precision report: its table, its text, the models that it runs, and what it does not change."
 
-import math, re
+import math, os, random, re, subprocess, sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest, torch
-from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.core import Callback, CancelBatchException, CancelFitException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
 from torchvision import models
 
-from fastxtend_amp.insight import report as room
-from fastxtend_amp.insight.operators import relative_error
+from fastxtend_amp.insight import reporting as room
+from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.insight.report import PrecisionReport
 from fastxtend_amp.precisions import BF16
 from helpers import At, Attentive, Data, dataset, finite, learner, loaders, mlp, set_support
 from models import inner, large, layers, only_16_bits, report_on, trained
-from states import Act, Gives, InStep, Unpacks, blurred
+from states import Act, Gives, InStep, Times, Unpacks, blurred
 
 SAFE = 'safe so far'
 
@@ -99,6 +100,11 @@ def stream(n):
     return nn.Sequential(OrderedDict(inp=nn.Linear(6, 8), layers=doubled, norm=nn.LayerNorm(8), head=nn.Linear(8, 1)))
 
 
+def far_from_0():
+    torch.manual_seed(0)
+    return learner(nn.Sequential(nn.Linear(6, 8), Act(lambda h: h.tanh() + 30), nn.Linear(8, 1)))
+
+
 normalizes = lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
 NOTES = {  # precision, model, factor of the inputs, note
     'large inputs': ('fp16', lambda: layers(nn.ReLU()), 4e4, 'The inputs reach 8.46e+04. Normalize them first.'),
@@ -132,18 +138,168 @@ def test_precisions_that_round_further_are_found_by_their_own_method(monkeypatch
 
 def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
     set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
-    monkeypatch.setattr(room, 'EMULATED_TIME', 0.0)
+    monkeypatch.setattr(room, 'EMULATED_WORK', 0.0)
     for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
         report = learner(
             layers(Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8)), loaders(48, 24)
         ).precision_report(modes)
-        cut = 'To save time, looked at 2 of 24 samples of 1 batch, and at no gradients in fp16.'
-        assert set(sizes) == expected and (cut in report.notes[0]) == (2 in sizes)
+        cut = 'To save time, looked at 2 of these samples and at no gradients in fp16, which this device emulates.'
+        assert set(sizes) == expected and (cut in report.notes) == (2 in sizes)
         assert str(report.verdicts['bf16']).startswith('bf16: safe so far. Next: `learn.to_bf16()`\n')
         assert 'rounding' in report.verdicts['bf16'].reason
-    assert 'rounding' not in report.verdicts['fp16'].reason and 'loss scales' not in report.verdicts['fp16'].reason
-    assert str(report.verdicts['fp16']).startswith('fp16: safe so far. Next: `learn.to_fp16()` where fp16 is native\n')
+    reason = report.verdicts['fp16'].reason
+    assert 'rounding' not in reason and 'loss scales' not in reason and 'train where fp16 is native' in reason
+
+
+# -- what is evidence
+
+
+class ArcFace(nn.Linear):
+    "The sine's gradient is infinite where a cosine rounds to 1, as in half of the batches here."
+
+    def forward(self, x):
+        cos = F.linear(F.normalize(x), F.normalize(self.weight))
+        return 4 * (cos * math.cos(0.5) - (1 - cos * cos).sqrt() * math.sin(0.5))
+
+
+def faces():
+    torch.manual_seed(0)
+    y = torch.arange(64) % 8
+    x = F.one_hot(y, 16) + torch.linspace(0.005, 0.04, 64)[:, None] * torch.randn(64, 16)
+    arc = ArcFace(16, 8, bias=False)
+    arc.weight.data = torch.eye(8, 16) * 0.5
+    return learner(
+        nn.Sequential(OrderedDict(arc=arc)), loaders(bs=8, train=Data(x.flip(0), y.flip(0))), nn.CrossEntropyLoss()
+    )
+
+
+class Half(nn.Linear):
+    def __init__(self, factor):
+        super().__init__(6, 32)
+        self.factor = factor
+
+    def forward(self, x):
+        with torch.autocast('cpu', dtype=torch.float16):
+            return super().forward(x * self.factor).float() / self.factor
+
+
+class Teacher(Callback):
+    run_on_copy = True
+
+    def after_pred(self):
+        assert self.pred.dtype == torch.float32, 'the teacher wants fp32'
+
+
+class NewHead(Callback):
+    run_on_copy = True
+
+    def before_fit(self):
+        self.learn.model[3] = nn.Linear(8, 1)
+
+
+class Pairs(nn.Module):
+    "A loss over the whole batch, whose size it knows."
+
+    def forward(self, p, y):
+        return F.cross_entropy(p @ p.T, torch.arange(24))
+
+
+def by_chance(h):
+    return h * (1 + random.SystemRandom().random())
+
+
+in_half = lambda factor: learner(nn.Sequential(Half(factor), nn.Linear(32, 1)))
+whole_batch = lambda: learner(mlp(), loaders(48, 24), Pairs())
+unseen = 'Inside a transform .* cannot be read. Not compared with fp32: .*'
+EVIDENCE = {  # a learner, and what the report on bf16 says
+    'NaN where fp32 is finite': (faces, r"modules=\['arc'\].* the gradients of \d of 6 batches were finite at first"),
+    'an autocast of its own': (
+        lambda: in_half(1),
+        r"The reference is not fp32: '0' \(test_report.py:\d+\) multiplies in 16 bits, by an autocast or a cast",
+    ),
+    'that overflows': (lambda: in_half(1e6), "the loss is not finite.*, but the reference is not fp32: '0'"),
+    'vmap': (lambda: learner(Mapped()), unseen + "'inner'"),
+    'forward-mode AD': (lambda: learner(Directional()), unseen + "the model's own `forward`, 'inner'"),
+    'a callback': (lambda: learner(cbs=Teacher()), 'callback `Teacher` does not run in bf16: the teacher wants fp32'),
+    'random weights in before_fit': (lambda: learner(cbs=NewHead()), 'safe so far.* moves the mean gradient by 0.0'),
+    'not deterministic': (
+        lambda: learner(layers(Act(by_chance))),
+        r'The model is not deterministic: two runs of one batch in fp32 have losses of \S+ and \S+\.',
+    ),
+    'whole batches are needed': (whole_batch, 'safe so far'),
+    'digits': (far_from_0, r'Predictions differ from those in fp32 by \d\S+% in bf16\.'),
+}
+
+
+@pytest.mark.parametrize('name', EVIDENCE)
+def test_what_is_evidence(name, monkeypatch):
+    set_support(monkeypatch, lambda _: 'emulated' if name == 'whole batches are needed' else 'native')
+    monkeypatch.setattr(room, 'EMULATED_WORK', 0.0)
+    make, words = EVIDENCE[name]
+    torch.manual_seed(0)
+    report = make().precision_report('bf16')
+    said = '\n'.join([*map(str, report.verdicts.values()), *report.notes])
+    assert re.search(words, said, re.S), said
+    assert bool(re.search('reference is not|Inside a|not determ|at first', said)) == bool(
+        re.search('reference is not|Inside a|not determ|at first', words)
+    )
+
+
+def test_anomaly_detection_is_off_in_a_report():
+    make = lambda: learner(layers(Act(lambda h: Times.apply(h, 1e4))))
+    expected = str(make().precision_report('fp16'))
+    with torch.autograd.detect_anomaly():
+        assert str(make().precision_report('fp16')) == expected and 'init_scale' in expected
+
+
+def test_a_loader_that_gives_its_batches_once():
+    once = (batch for batch in loaders().train)
+    assert learner().precision_report('bf16', dl=once).verdicts['bf16'].verdict == SAFE
+    with pytest.raises(ValueError, match='precision_report needs at least one batch'):
+        learner().precision_report('bf16', dl=once)
+    with pytest.raises(ValueError, match='dl=5 cannot be used'):
+        learner().precision_report('bf16', dl=5)
+
+
+# In a fresh process: reports on models, twice in a row; `rows` has them in another order in another process.
+TWICE = """
+import sys, torch
+sys.path += ['tests', 'tests/insight']
+torch.set_num_threads(1)
+from helpers import *
+from test_report import RUNS, faces, resnet18, stream, whole_batch
+makes = {**RUNS, 'faces': faces, 'whole': whole_batch, 'stream': lambda: learner(stream(6)), 'image': resnet18}
+for name in sys.argv[1:]:
+    reports = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        reports.append(repr(makes[name]().precision_report()))
+    assert reports[0] == reports[1], reports
+    print(name, reports[0])
+"""
+MODELS = ['whole', 'faces', 'stream', 'tied, in place, called twice', 'masked targets', 'checkpoints', 'spectral norm']
+MODELS += ['fused attention', 'a sum that ReLU writes over', 'writes into its inputs', 'a scripted module', 'vmap']
+
+
+@pytest.mark.slow
+def test_a_report_is_the_same_in_each_process_and_on_a_busy_machine():
+    run = lambda names: (
+        subprocess.run(
+            [sys.executable, '-c', TWICE, *names],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+        ).stdout
+    )
+    firsts = [run([name]) for name in MODELS]
+    burn = [subprocess.Popen([sys.executable, '-c', 'while True: pass']) for _ in range(2 * os.cpu_count())]
+    try:
+        assert run(MODELS) == ''.join(firsts)
+    finally:
+        for process in burn:
+            process.kill()
 
 
 # -- how it is shown
@@ -179,10 +335,12 @@ def test_the_columns_are_documented():
 def test_time_that_is_over_leaves_what_is_known(clock):
     slow = [Act(lambda h: (clock.sleep(1), h)[1]) for _ in range(10)]
     learn = learner(nn.Sequential(nn.Linear(6, 6), *slow, nn.Linear(6, 1)))
-    report = learn.precision_report(max_seconds=35.0)  # training and validation need 20
+    report = learn.precision_report(max_seconds=150.0)  # a trace needs 20, gradients 120; a part of them says nothing
     bf16, fp16 = report.verdicts.values()
-    assert bf16.verdict == SAFE and fp16.verdict == 'not known' and '`max_seconds=35`' in fp16.reason
-    assert fp16.call == "learn.precision_report('fp16', max_seconds=350)" and set(report.table['precision']) == {'bf16'}
+    assert bf16.verdict == SAFE and fp16.verdict == 'not known' and '`max_seconds=150`' in fp16.reason
+    assert fp16.call == "learn.precision_report('fp16', max_seconds=1500)" and set(report.table['precision']) == {
+        'bf16'
+    }
     report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
 
@@ -228,6 +386,12 @@ class Mapped(nn.Module):
 
     def forward(self, x):
         return torch.func.vmap(self.inner)(x)
+
+
+class Directional(Mapped):
+    def forward(self, x):
+        out, tangent = torch.func.jvp(self.inner, (x,), (x,))
+        return out + 0 * tangent
 
 
 class Trains(nn.Linear):
@@ -295,6 +459,7 @@ RUNS = {
     'compiled': compiled,
     'checkpoints': lambda: learner(Checkpointed()),
     'vmap': lambda: learner(Mapped()),
+    'forward-mode AD': lambda: learner(Directional()),
     'two samples in BatchNorm': lambda: learner(dls=loaders(bs=2)),
     'a sum that ReLU writes over': lambda: learner(Residual()),
     'spectral norm': lambda: learner(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 1))),
@@ -344,15 +509,19 @@ def test_names():
         assert learner(m).precision_report('fp16').fp32_modules == ['attn']
 
 
-class Cancels(Callback):
-    def before_batch(self):
-        raise CancelBatchException
+def raises(error):
+    def f(learn):
+        raise error
+
+    return f
 
 
 def test_batches_that_give_no_loss():
+    "A callback may end the batch, the epoch or the fit."
     dls = loaders()
     dls.n_inp = 2
-    for learn in (learner(nn.Bilinear(6, 1, 1), dls), learner(cbs=Cancels())):
+    cancelled = (InStep('before_batch', raises(e())) for e in (CancelBatchException, CancelFitException))
+    for learn in (learner(nn.Bilinear(6, 1, 1), dls), *(learner(cbs=cb) for cb in cancelled)):
         for verdict in learn.precision_report().verdicts.values():
             assert verdict.verdict == 'not known' and not verdict.call and not verdict.scale_range, verdict
             assert verdict.reason.startswith('no batch gave a loss')
