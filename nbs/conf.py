@@ -31,3 +31,5 @@ html_css_files = ['custom.css']
 html_show_sphinx = html_show_copyright = False
 html_show_sourcelink = html_use_index = False  # `llms.txt` links to the Markdown
 html_theme_options = {'navigation_with_keys': True}
+if url := settings['DEFAULT']['url']:           # the page's links to the repository
+    html_theme_options |= {'source_repository': url, 'source_branch': 'main', 'source_directory': 'nbs/'}

@@ -27,7 +27,7 @@ WORDS = {
         'The loss is NaN': 'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
-                           'early stopping NaN, EarlyStoppingCallback',
+                           'early stopping NaN',
         'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
                                   'stuck at chance level, '
                                   'silent overflow',
@@ -39,7 +39,8 @@ WORDS = {
             'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
-        'Mixed precision is not faster': 'fp16 slow on CPU, no speedup, training is not faster, '
+        'Mixed precision is not faster': 'num_workers, data loading, '
+                                         'fp16 slow on CPU, no speedup, training is not faster, '
                                          'to_bf16 not faster, bf16 not faster, slow, slower than fp32, '
                                          'not faster, speedup, '
                                  'no speedup on GPU, speed up training, channels last',
@@ -62,9 +63,11 @@ WORDS = {
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'to_native_fp16, difference to fastai, does to_fp16 still work, fastai to_fp16, '
                                 'learn.scaler, to_fp16 does nothing',
+                    'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true, 16-true',
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval'},
+    'operators': {'What autocast runs in which dtype': 'autocast operators, operator list, op list, which operators, allowlist'},
     'api_callback': {'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
                               'get current loss scale, learn.mixed_precision.skipped, '
                               'skip step callback'},
@@ -77,12 +80,12 @@ WORDS = {
                                               'is bf16 faster on my machine',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom',
                     'When training fails': 'recover from NaN'},
-    '02_save_and_export': {'Save and resume': 'GradScaler state checkpoint, load checkpoint, save, resume, '
+    '02_save_and_export': {'Save and resume': 'checkpoint, GradScaler state checkpoint, load checkpoint, save, resume, '
                                               'resume training, SaveModelCallback, '
                                               'crash during training, continue from last epoch, continue training, '
                                               'new process, second process, continue a run, '
                                               'resume from checkpoint loss scale',
-                           'Export': "export, deploy, deployment, serve, export model inference, "
+                           'Export': "load_learner, export, deploy, deployment, serve, export model inference, "
                                      "export learner production, "
                                      "load model without fastxtend_amp,"
                                     " load_learner dict object has no attribute dls"},
@@ -90,7 +93,8 @@ WORDS = {
                    'What is kept when': 'old checkpoint, checkpoint from fastai, crash while saving, '
                                         'killed, disk full, corrupt file, '
                                              'optimi',
-                   'What is not guaranteed': 'two optimizers, second optimizer, limits, limitations, not supported, '
+                   'What is not guaranteed': 'LBFGS, double model, float64, closure, '
+                                             'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
                    'What is tested': 'applications'},
     'evidence': {'Speed on CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
@@ -107,7 +111,8 @@ WORDS = {
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, uninstall, go back to fastai'},
     'recipes': {
-        'Recipes': 'lr_find, learning rate finder, freeze, unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
+        'Recipes': 'early stopping, EarlyStoppingCallback, lr_find, learning rate finder, freeze, '
+                   'unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
                    'tta, fine_tune',
         'Keep modules in fp32':
             'fp32_modules, matches no module, turn off mixed precision for one layer, one layer, '

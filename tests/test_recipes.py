@@ -320,7 +320,7 @@ def test_loggers_get_the_table(mode, tmp_path, monkeypatch):
     assert mode != 'fp16' or logged[0]['loss_scale'] == 256.0
 
 
-# -- the loop on the page `how_it_works`
+# -- the loop that the page `how_it_works` links to
 
 
 @pytest.mark.parametrize('n_acc, clip', [(None, None), (8, 0.5)])
@@ -330,7 +330,7 @@ def test_loggers_get_the_table(mode, tmp_path, monkeypatch):
 )
 def test_the_loop_of_the_manual_computes_what_the_callback_does(mode, init_scale, size, n_acc, clip, capsys):
     "Bit for bit, with the optimizer and the loss scale; in the last cases with skipped steps, and with NaN in buffers."
-    Trainer = recipe('class Trainer', 'how_it_works.md')['Trainer']
+    Trainer = runpy.run_path(str(NBS / 'pytorch_loop.py'))['Trainer']
     data, model = dataset(), mlp()
     data.tensors[0][4:8] *= size  # the second batch
     learn = learner(dls=loaders(train=data), opt_func=OPTIMIZERS['adamw'])
