@@ -67,7 +67,7 @@ WORDS = {
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval'},
-    'operators': {'What autocast runs in which dtype': 'autocast operators, operator list, op list, which operators, allowlist'},
+    'operators': {'What autocast runs in which dtype': 'autocast operators, operator list, which operators'},
     'api_callback': {'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
                               'get current loss scale, learn.mixed_precision.skipped, '
                               'skip step callback'},
