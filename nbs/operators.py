@@ -13,7 +13,8 @@ def groups():
     "Return the operators by device, then by the dtype that they run in."
     found = {}
     for device, low, widest in (('CUDA', LOW, WIDEST), ('CPU', CPU_LOW, CPU_WIDEST)):
-        names = {name.removeprefix('aten::').partition('.')[0] for name in registered(f'Autocast{device}')}
+        names = {name.removeprefix('aten::').partition('.')[0] for name in registered(f'Autocast{device}')
+                 if name.startswith('aten::')}                  # torchvision registers others if it is imported
         if device == 'CUDA': names -= {BANNED}
         found[device] = {'In 16 bits': names & low, 'In fp32': names - low - widest,
                          'In the widest dtype of their inputs': names & widest}
