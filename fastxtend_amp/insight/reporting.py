@@ -17,7 +17,7 @@ from ..devices.cuda_rules import cuda_rules
 from ..learners import training_device
 from ..messages import check_argument, check_integer, first_line
 from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
-from ..tensors import HALF, map_tensors
+from ..tensors import map_tensors
 from .candidates import advised, call, own_precision, precisions_named
 from .copied_callbacks import note_of_left_out
 from .copies import check_above_0, check_learner, loader_like, no_batch
@@ -138,8 +138,8 @@ class _Report:
             if name in self.emulated and not self.simulated and f'.to_{name}(' in v.call:
                 v.reason += f'; train where {name} is native, as this device emulates it'
         flagged = [n for v in verdicts.values() for n in v.flagged]
-        constants = [Constant(name, *place, number, *(rounded(number, dtype) for dtype in HALF), name in flagged)
-                     for name, *place, number in self.constants]
+        constants = [Constant(name, line, operator, x, rounded(x, torch.float16), rounded(x, torch.bfloat16),
+                              name in flagged) for name, line, operator, x in self.constants]
         return PrecisionReport(pd.DataFrame(self._rows(verdicts), columns=Row._fields), verdicts,
                                [*self._causes(flagged), *self._notes(verdicts), *note_of_left_out(self.learn)],
                                pd.DataFrame(constants, columns=Constant._fields))

@@ -285,8 +285,9 @@ def automatic_precision(
     arguments: dict[str, Any], # Of precisions that it may select; those of the others have no effect, but are checked
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
     "Return the precision that `to_amp` selects for `device`."
+    classes: list[type[Precision]] = [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]
     built, unknown = dict[type[Precision], Precision](), {*arguments}
-    for cls in [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]:
+    for cls in classes:
         known = arguments.keys() & parameters_of(cls)
         built[cls] = cls(**{name: arguments[name] for name in known})
         unknown -= known

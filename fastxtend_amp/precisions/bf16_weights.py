@@ -112,7 +112,8 @@ class _Lowered:
         state = self._state(p)
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        exact, lost = p.data.float(), 0.
+        exact: Any = p.data.float()
+        lost: Any = 0.
         for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32
             if part is None: continue
             whole = exact + part.float()

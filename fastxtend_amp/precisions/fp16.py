@@ -78,8 +78,8 @@ class FP16(Precision):
         check_integer(1, growth_interval=growth_interval)
         check_argument('scaler', scaler, _is_scaler,
                        "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU, with a finite scale")
-        dynamic = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
-                       growth_interval=growth_interval)
+        dynamic: Any = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                            growth_interval=growth_interval)
         instead = {'loss_scale': loss_scale is not None, 'scaler': scaler is not None, 'enabled=False': not enabled}
         given = [name for name in instead if instead[name]]
         if given: given += [name for name, value in dynamic.items() if value != defaults_of(FP16)[name]]

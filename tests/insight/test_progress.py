@@ -62,3 +62,8 @@ def test_the_bar_is_the_time_and_ends_with_an_error(clock, terminal, capsys):
     parts = [part.strip() for part in capsys.readouterr().out.split('\r')]
     assert any('50.00% [10/20 00:10<00:10... bf16]' in p for p in parts) and any('[19/20' in p for p in parts)
     assert parts[-1] == parts[-2] == ''
+
+
+def test_a_bar_without_a_time_limit(terminal):
+    with progress_bar(learner(progress=True), float('inf')) as tick:
+        tick('fp32')
