@@ -60,31 +60,29 @@ def large(file: Path) -> Path:
     return file.with_stem(file.stem + '_2x')
 
 
-def scales() -> None:
-    "Draw the loss scale of a fit that starts too high and in which one batch overflows."
+def draw_scales() -> None:
+    "Draw the loss scale of a small fit on digits that starts far too high, with the package's own plot."
     import torch
-    from fastai.callback.core import Callback
-    from fastxtend_amp.tools.demo import digits
     from fastai.learner import Learner
+    from fastai.losses import CrossEntropyLossFlat
     from fastai.torch_core import set_seed
-
-    class Overflow(Callback):
-        "Make one batch overflow."
-        def before_batch(self):
-            if self.training and self.train_iter == 30: self.learn.xb = (self.xb[0] * float('inf'),)
+    from fastxtend_amp.tools.demo import digits
 
     set_seed(42)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    learn = Learner(digits(torch.device('cpu'), size=8), model, torch.nn.CrossEntropyLoss(), cbs=Overflow())
-    learn.to_fp16(init_scale=2.**24, growth_interval=15, on_overflow='ignore')
-    with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-3)
+    layers = torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+    learn = Learner(digits(torch.device('cpu'), size=8), torch.nn.Sequential(*layers), CrossEntropyLossFlat())
+    learn.to_fp16(init_scale=2.**24, growth_interval=20)
+    with learn.no_bar(), learn.no_logging(): learn.fit(4, 1e-3)
     figure = learn.mixed_precision.plot_scales().figure
-    figure.set_size_inches(5.5, 3)
-    figure.savefig(HERE / 'scales_2x.png', dpi=200, bbox_inches='tight')
+    figure.set_size_inches(5.7, 3)
+    figure.tight_layout()
+    file = HERE / 'scales_2x.png'
+    figure.savefig(file, dpi=200)
+    Image.open(file).convert('RGB').quantize(64, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def main() -> None:
-    scales()
+    draw_scales()
     version = stored(SHOWN)['machine']['fastxtend_amp']
     title = f"CPU: {finding('bf16', rows())}"
     below = f'; CPU with native bf16; fastxtend_amp {version}'
