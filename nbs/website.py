@@ -28,7 +28,9 @@ def source_read(app, docname, content):
         description = metadata.metadata('fastxtend_amp')['Summary']
         content[0] = f'---\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
         content[0] += ''.join(TOCTREE.format(part, '\n'.join(names)) for part, names in PAGES.items())
-    if docname in TOP: content[0] = (Path(app.srcdir).parent / f'{docname.upper()}.md').read_text(encoding='utf-8')
+    if docname in TOP:                                           # which link to pages from the top level
+        text = (Path(app.srcdir).parent / f'{docname.upper()}.md').read_text(encoding='utf-8')
+        content[0] = text.replace('](nbs/', '](')
     if docname.startswith('benchmarks/'): content[0] = f'---\norphan: true\nnosearch: true\n---\n{content[0]}'
 
 

@@ -1,6 +1,6 @@
 "What is documented exists, and what exists is documented."
 
-import ast, importlib.util, inspect, io, json, os, re, subprocess, sys, warnings
+import inspect, io, json, os, re, subprocess, sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -17,21 +17,11 @@ sys.path[:0] = [str(NBS), str(ROOT)]
 import api_examples, api_pages, generate, operators, search_words  # noqa: E402
 from nbs.benchmarks import show  # noqa: E402
 
-MODULES = sorted((ROOT / 'fastxtend_amp').rglob('*.py'))
 PAGES = {f: f.read_text() for f in [*sorted(ROOT.glob('*.md')), *sorted(NBS.glob('*.md'))]}
 for f in sorted(NBS.glob('*.ipynb')):
     PAGES[f] = '\n'.join(c.source for c in nbformat.read(f, 4).cells if c.cell_type == 'markdown')
 README = PAGES[ROOT / 'README.md']
 METHODS = api_pages.learner_methods()
-
-
-@pytest.mark.parametrize('file', MODULES, ids=lambda f: str(f.relative_to(ROOT / 'fastxtend_amp')))
-def test_modules_and_public_things_have_docstrings(file):
-    tree = ast.parse(file.read_text())
-    assert len((ast.get_docstring(tree) or '').split('\n')[0]) > 20
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith('_'):
-            assert ast.get_docstring(node) or len(node.body) == 1, f'{file.name}: {node.name}'
 
 
 def anchors(text):
@@ -60,8 +50,7 @@ def test_what_is_named_is_there_in_plain_markdown(file):
 @pytest.fixture(scope='session')
 def page(tmp_path_factory):
     "The website, built as README says, strictly: Sphinx checks its links."
-    if importlib.util.find_spec('myst_nb') is None:
-        pytest.skip('needs Sphinx, MyST-NB and Furo, of the extra docs')
+    pytest.importorskip('myst_nb', reason='needs the extra docs')
     from sphinx.cmd.build import main
 
     out, said = tmp_path_factory.mktemp('page'), io.StringIO()
@@ -98,8 +87,7 @@ def test_api_pages_have_every_public_name_with_a_meaning_of_each_argument():
 @pytest.mark.parametrize('name', api_examples.EXAMPLES)
 @pytest.mark.filterwarnings('ignore')
 def test_examples_of_the_api_print_what_they_say(name, capsys):
-    if package := {'kahan': 'optimi', 'to_fp8': 'torchao'}.get(name):
-        pytest.importorskip(package)
+    pytest.importorskip({'kahan': 'optimi', 'to_fp8': 'torchao'}.get(name, 'torch'))
     code = api_examples.EXAMPLES[name]
     torch.manual_seed(0)
     exec(re.search(r'```python\n(.*?)```', PAGES[NBS / 'api.md'], re.S)[1] + code, {})
@@ -110,39 +98,37 @@ def test_examples_of_the_api_print_what_they_say(name, capsys):
 # -- claims
 
 
+def fitted(*cbs, **kwargs):
+    learn = learner(cbs=cbs)
+    learn.fit(1, **kwargs)
+    return learn
+
+
 @pytest.mark.filterwarnings('ignore')
 def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
     "Verify the fastai column of README's table; PyTorch is made to believe that there is a GPU."
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda *a: True)
-    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 'cpu')
-    monkeypatch.setattr(core, 'default_device', lambda *a: torch.device('cpu'))
+    for place, name, value in (
+        (torch.cuda, 'is_available', True),
+        (torch.cuda, 'is_bf16_supported', True),
+        (torch.cuda, 'current_device', 'cpu'),
+        (core, 'default_device', torch.device('cpu')),
+    ):
+        monkeypatch.setattr(place, name, lambda *a, value=value: value)
     scales, reads, item = [], [], torch.Tensor.item
-    seen = At('after_step', lambda l: scales.append(l.scaler.get_scale()), 11)
-
-    def fitted(*cbs, learn=None, **kwargs):
-        learn = learn or learner(cbs=cbs)
-        with learn.no_bar(), learn.no_logging():
-            learn.fit(1, **kwargs)
-        return learn
-
     with autocast_restored('cuda'):  # with its nesting, for the tests to come
         with pytest.raises(AssertionError, match='No inf checks were recorded'):
             fitted(fp16.MixedPrecision(), fp16.MixedPrecision())
         torch.set_autocast_enabled('cuda', False)
-        once, other = (learner(cbs=fp16.MixedPrecision(growth_interval=1, init_scale=2.0)) for _ in range(2))
-        once.path = other.path = tmp_path
-        for learn in (once, once, other):
-            fitted(learn=learn, cbs=seen)
-            once.save('a')
-            other.load('a')
+        once = learner(path=tmp_path, cbs=fp16.MixedPrecision(growth_interval=1, init_scale=2.0))
+        for change in (list, list, lambda: once.load(once.save('a').stem)):
+            change()
+            once.fit(1, cbs=At('after_step', lambda l: scales.append(l.scaler.get_scale()), 11))
         first, second, third = zip(*[iter(scales)] * (len(scales) // 3))
         assert first == second == third and first[0] < first[-1]  # starts again at each fit and load
         monkeypatch.setattr(torch.Tensor, 'item', lambda t: reads.append(t) or item(t))
-        fitted()
-        in_fp32 = len(reads)
-        assert len(fitted(fp16.MixedPrecision()).dls.train) * 2 == len(reads) - 2 * in_fp32
-        overflow = At('before_batch', lambda l: l.xb[0].fill_(float('inf')) if l.training and l.iter == 1 else None)
+        in_fp32 = len(fitted() and reads)
+        assert len(fitted(fp16.MixedPrecision()) and reads) - 2 * in_fp32 == 2 * len(once.dls.train)
+        overflow = At('before_batch', lambda l: l.training and l.iter == 1 and l.xb[0].fill_(float('inf')))
         skips = fitted(fp16.MixedPrecision(init_scale=2.0), overflow)
         assert finite(skips) and skips.model[1].running_mean.isnan().all()  # the step was skipped, and NaN stays
         with pytest.raises(ZeroDivisionError):
@@ -151,12 +137,10 @@ def test_what_fastai_does_where_it_finds_cuda(monkeypatch, tmp_path):
 
 
 def test_what_fastai_does_outside_cuda():
-    dtypes, learn = [], learner(cbs=fp16.MixedPrecision('bf16'))
-    learn.model[0].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    with warnings.catch_warnings(record=True) as caught, learn.no_bar(), learn.no_logging():
-        warnings.simplefilter('always')
-        learn.fit(1)
-    assert {*dtypes} == {torch.float32} and any('CUDA is not available' in str(w.message) for w in caught)
+    dtypes = []
+    with pytest.warns(UserWarning, match='CUDA is not available'):
+        fitted(fp16.MixedPrecision('bf16'), At('after_pred', lambda l: dtypes.append(l.pred.dtype)))
+    assert set(dtypes) == {torch.float32}
 
 
 def test_the_manual_is_short():
@@ -165,6 +149,13 @@ def test_the_manual_is_short():
     for name in ('CONTRIBUTING.md', 'SECURITY.md', 'operators.md', *(f'{page}.md' for page in api_pages.PAGES)):
         words.pop(name)
     assert words['README.md'] <= 700 and words.pop('CHANGELOG.md') <= 600 and sum(words.values()) <= 9_000, words
+
+
+def test_no_address_is_named_that_does_not_exist():
+    "The package is not on PyPI; `url` in settings.ini is the only place for the project's address."
+    for file in (*PAGES, *(ROOT / name for name in ('setup.py', 'CITATION.cff', 'nbs/conf.py'))):
+        text = file.read_text().replace(generate.CFG['url'] or '-', '')
+        assert not re.search(r'https?://\S*fastxtend(?!\.b)|^pip install (git\+|fastxtend_amp)', text, re.M), file
 
 
 @pytest.mark.parametrize('i', range(2))
