@@ -1,6 +1,6 @@
 "The recipes of the manual, run as written."
 
-import copy, re, sys
+import copy, re, runpy, sys
 from pathlib import Path
 
 import pytest, torch

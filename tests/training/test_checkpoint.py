@@ -287,7 +287,7 @@ def test_a_copy_of_the_model_made_in_a_fit_is_exported_plain(tmp_path):
     "As an average of weights that takes the model's place afterwards."
     for end in (lambda l: l.to_fp32(), lambda l: told(lambda: l.export('model.pkl'))):
         learn, copies = make('bf16', path=tmp_path).to_bf16(fp32_modules='0'), []
-        learn.fit(1, cbs=At('before_train', lambda l: copies.append(copy.deepcopy(l.model)), 20))
+        learn.fit(1, cbs=At('after_train', lambda l: copies.append(copy.deepcopy(l.model)), 20))
         learn.model = copies[0]
         assert replaced(learn.model) == ['0']
         end(learn)
