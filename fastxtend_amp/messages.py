@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 def check_argument(
     name: str,
     value: Any,
-    is_allowed: Callable[[Any], bool], # A `TypeError` in it, of a value of another type, counts as False
+    is_allowed: Callable[[Any], bool], # An error in it of a value of another type counts as False
     allowed: str, # In words, for the error
 ) -> None:
-    "Raise a `ValueError` if an argument has a value that is not allowed; True and False are no numbers."
-    with suppress(TypeError):
+    "Raise a `ValueError` if an argument has a value that is not allowed; True and False do not count as numbers."
+    with suppress(TypeError, AttributeError):
         if not isinstance(value, bool) and is_allowed(value): return
     raise ValueError(f'{name}={value!r} cannot be used: it must be {allowed}.')
 
@@ -29,7 +29,7 @@ def check_bool(**values: Any) -> None: # By name
 def check_integer(least: int, **values: Any) -> None: # By name
     "Raise a `ValueError` if a value is not an integer from `least` on."
     for name, value in values.items():
-        check_argument(name, value, lambda n: index(n) >= least, f'an integer from {least} on')
+        check_argument(name, value, lambda n: index(n) >= least, f'an integer of at least {least}')
 
 
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')

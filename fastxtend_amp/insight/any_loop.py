@@ -39,7 +39,8 @@ def precision_report(
     by_name = loss_func is None
     if not all(isinstance(b, Mapping if by_name else (tuple, list)) for b in drawn):
         raise TypeError('batches must have tuples of inputs and a target, with `loss_func`; or dicts, without it.')
-    if by_name: loss_func, drawn = _loss, [(b, ()) for b in drawn]
+    if by_name: loss_func, drawn = _loss, [(dict(b), ()) for b in drawn]
+    else: drawn = [*map(tuple, drawn)]                           # named tuples as well
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
     def inputs(module, args, kwargs): return ((), args[0]) if by_name else None
@@ -51,7 +52,7 @@ def precision_report(
 
 
 def _loss(output, _):
-    loss = getattr(output, 'loss', None)
+    loss = output.get('loss') if isinstance(output, Mapping) else getattr(output, 'loss', None)
     if torch.is_tensor(loss): return loss
     raise ValueError(f'The model returned a {type(output).__name__} without a loss.\nAdd the targets to the dicts, as '
                      "'labels' for example; or pass tuples of inputs and a target, and `loss_func`.")

@@ -38,8 +38,9 @@ def like_own(
     Modules are given by their names, which mean the same in a copy of the learner.
     """
     if cls is Precision: return FP32
-    new = cls()
-    for name, value in own_precision(learn).changed.items():
+    own = own_precision(learn)
+    new = own.like() if type(own) is cls else cls()
+    for name, value in own.changed.items():
         if name not in new.arguments: continue
         if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
         with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
@@ -112,7 +113,7 @@ class Contestant:
         self.prepare(learn)
 
     def prepare(self, learn: Learner) -> None:
-        "Change format and compilation alone."
+        "Change only memory format and compilation."
         if self.channels_last: _to_channels_last(learn)
         if self.compiled: learn.model.compile()
 

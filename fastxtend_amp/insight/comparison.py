@@ -19,7 +19,7 @@ _MOVES = .1             # of the distance in fp32: a precision whose weights mov
 class PrecisionComparison(Shown):
     """The result of `Learner.compare_precision`.
 
-    In `table`, nan means that there is no such figure, as of a precision that ended early.
+    In `table`, nan means no value, for example for a precision that was dropped early.
 
     | column of `table` | meaning |
     |---|---|

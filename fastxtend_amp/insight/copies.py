@@ -56,7 +56,7 @@ def no_batch(method: str, dl: Any) -> ValueError:
     "Return the error of a method whose source has no batch."
     return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
                       'none.\nA learner from `load_learner` has no data: set `learn.dls`. With `drop_last=True` the '
-                      'dataset may be smaller than a batch. An iterator gives its batches only once.')
+                      'dataset may be smaller than a batch. An iterator can be used only once.')
 
 
 def check_above_0(**values: float) -> None: # By name

@@ -28,7 +28,7 @@ def fix(
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
     if not alarm.remedy or cb.waiting: return False
-    new = advised(learn, *alarm.remedy)
+    new = advised(learn, *alarm.remedy).like()                   # not the fp32 that all share
     said = call(learn, new)
 
     def switch():
@@ -91,7 +91,7 @@ class Mend:
         if not n: return
         batches = 'batch' if n == 1 else 'batches'
         warn_user(f'{self.cb.precision.kind.name}: {n:,} {batches} of a validation or prediction had NaN or inf in 16 '
-                  f'bits, and ran again in fp32, whose results count.\n{self.cause}')
+                  f'bits, and were re-run in fp32; the fp32 results are used.\n{self.cause}')
     after_fit = after_epoch                                      # `tta` ends with it
 
 

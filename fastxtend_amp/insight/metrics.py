@@ -19,7 +19,7 @@ class PrecisionMetric(Metric):
 
 
 class LossScaleMetric(PrecisionMetric):
-    "The loss scale at the end of the epoch, as a metric; 0 in bf16 and fp32."
+    "The loss scale at the end of the epoch, as a metric; 0 without loss scaling, 1 if steps are only skipped."
     @property
     def value(self) -> float:
         scale = (self.cb.scale if self.cb else None) or 0

@@ -40,7 +40,7 @@ class UnusedModules:
     def after_batch(self) -> None:
         "Look at the modules, once: later batches do not pass here."
         cb, fit = self.cb, self.cb.fit
-        if fit is None or not cb.learn.training: return
+        if fit is None or fit.model is None or not cb.learn.training: return     # None: a cancelled batch
         cb.unwatch(self)
         for name, m in fit.precision.kept_in_fp32(fit.model).items():
             if getattr(forward_of(m), 'called', True): continue

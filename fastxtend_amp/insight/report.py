@@ -48,7 +48,7 @@ class PrecisionReport(Shown):
     | `type` | class of the module | name |
     | `format` | `precision`, or 'fp32' if no result is 16-bit; `headroom` is then inf | name |
     | `largest` | largest absolute value that the module computes, in fp32 | value |
-    | `headroom` | its largest number divided by the largest 16-bit result or input; nan if NaN came in | ratio |
+    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input; nan on NaN | ratio |
     | `error` | relative error of its own arithmetic, on the inputs it got; inf on overflow, nan if unknown | ratio |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
     | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |

@@ -10,7 +10,6 @@ import pandas as pd
 import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
 from ..devices.cuda_rules import cuda_rules
@@ -27,7 +26,7 @@ from .progress import progress_bar
 from .random_states import random_state_kept
 from .recorder import LOSS, Trace
 from .report import Constant, PrecisionReport, Row
-from .tensors import readable, tensors
+from .tensors import n_items, readable, tensors
 from .trace import trace
 from .values import largest_value, rounded
 from .verdict import Verdict, named, some
@@ -154,7 +153,7 @@ class _Report:
     @cached_property
     def cut(self) -> _Sample: # The whole one where that is little work, and where the model needs whole batches
         "The first items of each batch, for emulated precisions."
-        n = find_bs(self.whole.batches[0])
+        n = n_items(self.whole.batches[0])
         few = max(2, int(n * EMULATED_WORK / max(self.whole.fp32.work, 1)))      # batch normalization needs two
         if few >= n: return self.whole
         with suppress(Exception):
@@ -241,7 +240,7 @@ class _Report:
         notes, runs = {}, {}
         for n, s in self.whole.fp32.seen.items():
             parent, _, number = n.rpartition('.')
-            if not number.isdigit(): continue
+            if not number.isdigit() or not s.largest: continue   # it computes nothing
             run = runs.setdefault(parent, [])
             if run and s.largest < _GROWS * run[-1].largest: run.clear()
             run.append(s)
@@ -281,13 +280,13 @@ class _Report:
         if self.not_compared: yield f'Not all gradients were compared with fp32: {self.not_compared}.'
 
     def _looked_at(self):
-        n, whole = self.n_batches, find_bs(self.drawn[0])
+        n, whole = self.n_batches, n_items(self.drawn[0])
         n_gradients = max((found.n for found in self.gradients.values()), default=0)
         batches = '1 batch' if n == 1 else f'{n:,} batches'
         yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {whole:,} samples each. '
                'Other batches (`n_batches`) and later weights may flag other modules.')
         if self.whole.wrong or not self.emulated or not self.cut.is_cut: return
-        yield (f'To save time, looked at {find_bs(self.cut.batches[0]):,} of these samples and at no gradients in '
+        yield (f'To save time, looked at {n_items(self.cut.batches[0]):,} of these samples and at no gradients in '
                f'{" and ".join(self.emulated)}, which this device emulates.')
 
 

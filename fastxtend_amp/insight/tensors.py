@@ -16,6 +16,13 @@ def tensors(
     return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
 
+def n_items(
+    batch: object,
+) -> int: # 1 without a tensor that has a length
+    "Return the number of items of a batch: the length of its first tensor."
+    return next((len(t) for t in tensors(batch) if t.ndim), 1)
+
+
 def readable(x: object) -> list[torch.Tensor]:
     "Return the tensors of floating point in `x` that can be read."
     return [t for t in tensors(x) if t.is_floating_point() and is_plain(t)]

@@ -61,7 +61,7 @@ class Watch:
         fit.notes = Notes(fit.device.type == 'cpu')
 
     def before_train(self):
-        "Say at the start of a fit of several processes that nothing is fixed in it."
+        "Warn at the start of a distributed fit that 'fix' only warns."
         if self.cb.on_overflow == 'fix' and several_processes() and not self.cb.learn.train_iter:
             warn_user("on_overflow='fix' only warns in distributed runs: it looks for the cause in a single process.")
 

@@ -128,6 +128,7 @@ class Precision:
         return isinstance(other, Precision) and type(self) is type(other) and self.arguments == other.arguments
     def __hash__(self) -> int: return hash(type(self))
 
+    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'in_use': False}   # a copy has no owner yet
     def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
 
     @property

@@ -14,7 +14,8 @@ def _cuda(device: torch.device) -> Support:
     amd = facts.amd_architecture(device)
     if amd is not None:
         if re.match('gfx10', amd): return Support('unsupported', f'{amd} (RDNA 1 and 2) has no bf16 instructions')
-        if re.match('gfx9(?!08|0a|4|5)', amd): return Support('emulated', f'{amd} has no bf16 arithmetic, CDNA has')
+        no_cdna = re.match('gfx9(?!08|0a|4|5)', amd)
+        if no_cdna: return Support('emulated', f'{amd} has no bf16 arithmetic (CDNA GPUs do)')
         return Support('native', f'ROCm {amd}'.strip())
     major, minor = facts.cuda_capability(device)
     capability = f'compute capability {major}.{minor}'

@@ -120,7 +120,7 @@ class FP16(Precision):
         if self.is_fixed or not self.first_state:
             scale = (state or self.first_state).get('scale', 1.)
             if scale != self.first_scale:
-                warn_user(f'The loss scale {scale:,.9g} of what was loaded is not used: `{self}` has its own.')
+                warn_user(f'The loaded loss scale of {scale:,.9g} is not used: `{self}` sets its own.')
             return
         state = state or self.first_state
         check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')

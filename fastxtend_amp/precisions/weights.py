@@ -16,7 +16,7 @@ def weights_to_fp32(
 ) -> None:
     """Convert trainable 16-bit parameters, their gradients and their optimizer state to fp32, with one warning.
 
-    Another one names a parameter that autocast has no effect on.
+    A second warning names the first parameter that autocast does not convert.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_dtensor(p)}
     other = [f"'{name}' is {p.dtype}" for name, p in trained.items() if p.is_complex() or p.dtype is torch.float64]

@@ -1,6 +1,6 @@
 """`MixedPrecision`: the callback that enters what a precision names, in fastai's loop.
 
-    before_fit           opens a `Fit`: what the precision names around a fit
+    before_fit           begins a `Fit`, which enters what the precision names around a fit at the first batch
     before_train         marks the epoch in the history of steps
     before_validate      keeps autocast's casts of the weights from batch to batch
       before_batch       enters autocast in the batch's `Part`
@@ -86,9 +86,12 @@ class MixedPrecision(fp16.MixedPrecision):
         check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         self._on_overflow = value
         self.watchers, self.methods = [*filter(None, (make(self) for make in WATCHERS))], None   # 'fix' has one more
+        if self.fit is not None: self._watch()
 
     def __setattr__(self, name, value):
-        if name == 'precision': vars(value)['in_use'] = True     # a frozen dataclass as well
+        if name == 'precision':
+            if name in vars(self): vars(self.precision)['in_use'] = False
+            vars(value)['in_use'] = True                         # a frozen dataclass as well
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
             if self.in_batch:
                 raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
@@ -123,7 +126,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
         It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
         """
-        return self.state_dict().get('scale', 1. if self.history.read() else None)
+        is_watched = self.precision.kind is not Precision and self.history.read()
+        return self.state_dict().get('scale', 1. if is_watched else None)
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted optimizer step since the callback was added, without those of `lr_find`."
@@ -158,7 +162,7 @@ class MixedPrecision(fp16.MixedPrecision):
         given = self.precision.changed.keys() & {'init_scale', 'scaler'}
         if not given: self.precision.load_state_dict(state)
         elif self.scale != state['scale']:
-            warn_user(f"The loss scale {state['scale']:,.9g} of what was loaded is not used: {given.pop()} was given.")
+            warn_user(f"The loaded loss scale of {state['scale']:,.9g} is not used because `{given.pop()}` was given.")
 
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
@@ -197,8 +201,13 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
         self.fit = Fit(self)
-        for method in self.bound()['after_open']: method()
+        self._watch()
         return self.fit
+
+    def _watch(self) -> None:
+        "Have the watchers begin with the fit that is open."
+        self.fit.notes = None
+        for method in self.bound()['after_open']: method()
 
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one."
@@ -243,6 +252,10 @@ class MixedPrecision(fp16.MixedPrecision):
         fit = self.opened
         fit.casts, kind = None, fit.device.type                  # the cache lives as long as any autocast is open
         if fit.precision.dtype: self.parts[-1].enter(torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)))
+
+    def after_validate(self):
+        "Drop the casts, before callbacks of a higher order exchange the weights."
+        if self.parts: self.parts[-1].close()
 
     def before_batch(self):
         "Enter autocast."

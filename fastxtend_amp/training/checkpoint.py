@@ -61,13 +61,13 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
         cb.close()                                               # converts weights that are bf16 in a fit to fp32
         self.model.to(training_device(self))                     # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
+    if kwargs.get('with_opt') is not False: vars(self).pop('loaded_precision', None)     # of an earlier file
     of_optimizer = self.opt.load_state_dict
 
     def load_state_dict(state: Any) -> None:
         if kwargs.get('with_opt') is False: return               # which `TextLearner.load` ignores
         states = {cls.state_key: state[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in state}
         if cb is not None: cb.load_state_dict(states.pop(cb.precision.state_key, None))
-        vars(self).pop('loaded_precision', None)
         if states: self.loaded_precision = states
         of_optimizer(state)
 

@@ -66,7 +66,9 @@ class Fit(ExitStack):
 
     def run_step(self, step: Callable[[], object]) -> None:
         "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
-        if self.scaling is not None and self.scaling.found_inf is True: raise CancelStepException()
+        if self.scaling is not None:
+            self.scaling.end_pass()
+            if self.scaling.found_inf is True: raise CancelStepException()
         self.precision.step(self.learn, step)
 
     def end(self, failed: bool) -> None:

@@ -125,10 +125,12 @@ def precision_as(self: Learner,
 
 @contextmanager
 def _exchanged(learn, new):
-    before = precision_callback(learn)
+    before, loaded = precision_callback(learn), vars(learn).get('loaded_precision')
     if before is not None and before.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     try: yield set_precision(learn, new)
-    finally: exchange(learn, before)                             # without a check: the model may have been exchanged
+    finally:
+        exchange(learn, before)                                  # without a check: the model may have been exchanged
+        if loaded is not None: learn.loaded_precision = loaded   # which `new` may have continued from
 
 
 @patch

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
-from fastai.callback import fp16
+from fastai.callback import core, fp16
 from fastai.learner import Learner
 from fastcore.basics import noop
 
@@ -21,6 +21,7 @@ from ..messages import warn_user
 from .callback import MixedPrecision
 
 _fastais = Learner._with_events
+_CANCELS = tuple(getattr(core, name) for name in core.__all__ if name.startswith('Cancel'))
 _PRECISIONS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)   # fastai's and ours
 
 
@@ -82,7 +83,7 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
     except BaseException as e:
         for method in cb.bound()['after_failure'] if cb else (): method(e)
         if now := precision_callback(learn):
-            now.close(failed=True)
+            now.close(failed=not isinstance(e, _CANCELS))
             now.do_waiting()
         raise
 

@@ -38,7 +38,8 @@ def fused(
         raise ValueError(f"optimizer={optimizer!r} cannot be used: fused supports {', '.join(FUSED)} or torch's class "
                          "of that name, such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW "
                          'does. Give other optimizers to `Learner(opt_func=...)` itself.')
-    if not hypers.pop('fused', True): raise ValueError('fused=False cannot be used: it is what this function is for.')
+    if not hypers.pop('fused', True):
+        raise ValueError('fused=False cannot be used: `fused` always returns a fused optimizer.')
     inspect.signature(cls).bind_partial(None, None, fused=True, **hypers)   # `params` and `lr`, which fastai gives
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
 

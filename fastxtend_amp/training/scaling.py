@@ -56,6 +56,7 @@ class Scaling:
         self.gradients = Gradients.TRUE
         self.versions: list | None = None if state['scale'] == 1 else []   # of the gradients, until the first step
         self.passes: list[Any] = []                              # of this step; each is an optimizer to `GradScaler`
+        self.in_pass = False                                     # whether the second one, or a later one, is running
         self.flagged: Any = None                                 # what skips this step on the device
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
         self.found_inf: bool | torch.Tensor = False
@@ -77,8 +78,19 @@ class Scaling:
         "Return the loss (fp32) times the scale. During a step gradients are scaled while its backward pass runs."
         if self.gradients is not Gradients.UNSCALED: self.start()
         loss = self.scaler.scale(loss)
-        if self.gradients is Gradients.UNSCALED: around_backward(loss, self._multiply, self._divide)
+        if self.gradients is Gradients.UNSCALED:
+            self.end_pass()                                      # of one that failed
+            around_backward(loss, self._begin_pass, self.end_pass)
         return loss
+
+    def _begin_pass(self) -> None:
+        if not self.in_pass: self._multiply()                    # once for several losses
+        self.in_pass = True
+
+    def end_pass(self) -> None:
+        "Unscale the gradients at the end of a second backward pass of a step; of one that failed, before the step."
+        if self.in_pass: self._divide()
+        self.in_pass = False
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
@@ -135,6 +147,7 @@ class Scaling:
 
     def _close(self, new_scale: float | None = None) -> None: # None lets the scale grow or back off
         "End the step."
+        self.end_pass()
         self.scaler.update(new_scale)
         if self.flagged:
             self.flagged.unmark()
@@ -208,9 +221,10 @@ def _versions(params: list[Any]) -> list[tuple[int, int]]: return [(id(p.grad), 
 
 
 def warn_of_early_changes(learn: Learner) -> None:
-    "Name the user's callbacks that may have changed gradients while these are scaled."
-    found = [type(cb).__name__ for cb in learn.cbs if cb.order < 10 and not type(cb).__module__.startswith('fastai.')
-             and {'after_backward', 'before_step'} & {*vars(cb), *dir(type(cb))}]
+    "Warn of the user's callbacks that may have changed scaled gradients."
+    others = 'fastai.', 'fastxtend_amp.'                         # XLA's callback averages gradients
+    early = [cb for cb in learn.cbs if cb.order < 10 and not type(cb).__module__.startswith(others)]
+    found = [type(cb).__name__ for cb in early if {'after_backward', 'before_step'} & {*vars(cb), *dir(type(cb))}]
     if found:
         warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they "
                   'are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')

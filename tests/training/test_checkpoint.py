@@ -268,6 +268,8 @@ def test_the_loss_scale_continues_if_the_file_is_loaded_first(first, tmp_path):
         make(to, path=tmp_path).load('a').save('b')
         new = make(to, path=tmp_path).load('b')
         new.lr_find(num_it=4, show_plot=False, suggest_funcs=())
+        with new.precision_as('fp16'):
+            new.validate()
         return new
 
     other = loaded()
@@ -275,7 +277,7 @@ def test_the_loss_scale_continues_if_the_file_is_loaded_first(first, tmp_path):
     assert goes_on_alike(learn, other)
     for given in (dict(init_scale=4.0), dict(loss_scale=2.0), dict(scaler=torch.amp.GradScaler('cpu', 8.0))):
         other.to_fp32().load('a')
-        assert len(told(lambda: other.to_fp16(**given), 'scale 8,192 of what was loaded is not used')) == 1
+        assert len(told(lambda: other.to_fp16(**given), 'loaded loss scale of 8,192 is not used')) == 1
         assert other.mixed_precision.scale in (2.0, 4.0, 8.0)
     assert len(told(lambda: make('static', path=tmp_path).load('a'), 'is not used')) == 1
     after_fits('fp32', tmp_path).save('plain')

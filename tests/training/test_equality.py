@@ -142,22 +142,45 @@ def test_gradients_are_those_of_fp32(what):
         torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 
 
-def second_pass(factor):
+def fails(l, loss):
+    "A backward pass that ends at the first layer."
+
+    def stop(g):
+        raise MemoryError
+
+    hook = next(l.model.parameters()).register_hook(stop)
+    with pytest.raises(MemoryError):
+        scaled(l, loss).backward()
+    hook.remove()
+
+
+def scaled(l, loss):
+    return l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss
+
+
+PASSES = {
+    'one loss': lambda l, loss: scaled(l, loss).backward(),
+    'two losses': lambda l, loss: (scaled(l, loss / 4) + scaled(l, loss * 3 / 4)).backward(),
+}
+
+
+def second_pass(factor, way='one loss'):
     "A callback whose step has the gradients of a second backward pass, as sharpness-aware minimization does."
 
     def run(l):
         l.opt.zero_grad()
         with l.amp_context():
             loss = l.loss_func(l.model(*l.xb).float(), *l.yb) * factor
-        (l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss).backward()
+        (fails if way == 'it fails' else PASSES[way])(l, loss)
 
     return At('before_step', run, 10.5)
 
 
+@pytest.mark.parametrize('way', PASSES)
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_a_second_backward_pass_in_a_step_is_scaled_while_it_runs(opt):
+def test_a_second_backward_pass_in_a_step_is_scaled_while_it_runs(opt, way):
     "Its small gradients do not underflow, and the step is skipped if one is not finite."
-    cbs, runs = [second_pass(1e-7)], []
+    cbs, runs = [second_pass(1e-7, way)], []
     for to in ('fp32', 'fp16'):
         runs.append(in_steps(opt=opt, f=plain_grads, cbs=cbs)(to)[0])
     for a, b in zip(*runs, strict=True):
@@ -166,6 +189,16 @@ def test_a_second_backward_pass_in_a_step_is_scaled_while_it_runs(opt):
     learn = make('fp16', opt=opt, cbs=[bad])
     learn.fit(1, 0.01)
     assert learn.mixed_precision.skips == [i == 2 for i in range(6)] and finite(learn)
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_the_step_has_true_gradients_after_a_second_pass_that_failed(opt):
+    found = {}
+    for to in ('fp32', 'fp16'):
+        seen = found[to] = []
+        cbs = [second_pass(1.0, 'it fails'), At('after_step', lambda l: seen.append(largest(l)), 5)]
+        make(to, opt=opt, cbs=cbs).fit(1, 0.01)
+    torch.testing.assert_close(*map(torch.tensor, found.values()), rtol=0.05, atol=0.01)
 
 
 def test_an_unfinished_accumulation_that_is_not_finite_is_zeroed():

@@ -78,6 +78,37 @@ def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_nex
     assert learn.mixed_precision.scales == [256.0] * 5
 
 
+@pytest.mark.parametrize('to', ['fp32', 'bf16', 'fp16'])
+def test_a_batch_that_is_cancelled_before_the_precision_sees_it(to):
+    def cancel(l):
+        if l.train_iter == 0 and l.training:
+            raise core.CancelBatchException
+
+    learn = make(to, cbs=[At('before_batch', cancel, 5)])
+    learn.fit(1, 0.01)
+    assert finite(learn) and is_outside_a_fit(learn) if to != 'fp32' else finite(learn)
+
+
+@pytest.mark.parametrize('to', ['fp32', 'fp16'])
+def test_an_accumulation_survives_a_fit_that_is_cancelled_after_the_precision_was_set_in_it(to):
+    def cancel(l):
+        if l.iter == 4:
+            raise core.CancelTrainException
+
+    switch = At('before_batch', lambda l: third(l) and TO[to](l), 70)
+    learn = learner(cbs=[GradientAccumulation(100), switch, At('after_batch', cancel, 70)])
+    learn.fit(1, 0.01)
+    assert 0 < largest(learn) < 64
+
+
+@pytest.mark.parametrize('value, warns', [('ignore', False), ('warn', True)])
+def test_on_overflow_can_be_changed_in_a_fit(value, warns):
+    learn = learner().to_bf16(on_overflow='warn' if value == 'ignore' else 'ignore')
+    change = At('before_batch', lambda l: l.iter == 1 and setattr(l.mixed_precision, 'on_overflow', value), 20)
+    spoil = At('after_pred', lambda l: l.iter == 3 and l.training and setattr(l, 'pred', l.pred * float('nan')), 20)
+    assert bool(told(lambda: learn.fit(1, cbs=[change, spoil]), 'training failed')) is warns
+
+
 def test_a_callback_for_one_fit_and_one_set_in_it():
     learn = learner()
     dtypes = dtypes_of_batches(learn)
@@ -230,7 +261,7 @@ def test_what_is_changed_later():
     names[0] = 'nothing'
     assert not learn.validate()[0] < float('inf') and learn.mixed_precision.precision.changed == {'fp32_modules': ['0']}
     learn.mixed_precision.on_overflow = 'fix'
-    assert told(lambda: learn.validate(), 'ran again in fp32') and learn.validate()[0] < float('inf')
+    assert told(lambda: learn.validate(), 'were re-run in fp32') and learn.validate()[0] < float('inf')
     learn.mixed_precision.precision = learn.mixed_precision.precision.like()
     with pytest.raises(ValueError, match='another callback'):
         MixedPrecision(learn.mixed_precision.precision)
