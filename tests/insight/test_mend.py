@@ -1,4 +1,4 @@
-"`on_overflow='fix'` in evaluation: what is not finite in 16 bits runs again in fp32."
+"`on_overflow='fix'` in evaluation: what is not finite in 16 bits runs re-run in fp32."
 
 import math
 
@@ -54,7 +54,7 @@ def test_results_are_those_of_fp32_with_one_warning(name):
     with learn.precision_as('fp32'):
         expected = evaluate(learn)
     assert torch.equal(torch.as_tensor(found[0]), torch.as_tensor(expected))
-    assert len(warned) == 1 and 'again in fp32' in warned[0] and "fp32_modules=['head', 'body']" in warned[0]
+    assert len(warned) == 1 and 're-run in fp32' in warned[0] and "fp32_modules=['head', 'body']" in warned[0]
 
 
 class Beyond(nn.Module):
@@ -109,7 +109,7 @@ def test_several_processes_mend_nothing_wherever_the_learner_was_made(monkeypatc
     for module in fix, watch:
         monkeypatch.setattr(module, 'several_processes', lambda: True)
     (warning,) = told(lambda: learn.validate())
-    assert 'again in fp32' not in warning
+    assert 're-run in fp32' not in warning
 
 
 def test_masked_logits_are_no_failure():
