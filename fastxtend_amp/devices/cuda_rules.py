@@ -10,7 +10,7 @@ Only casts are simulated, not kernels. Weights are cast at each use, as with `ca
 Source: "CUDA Ops that can autocast to float16", "... to float32" and "... that promote to the widest input type" in
 https://docs.pytorch.org/docs/stable/amp.html, and the same lists in PyTorch's `aten/src/ATen/autocast_mode.h`.
 """
-import warnings
+import threading, warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch.backends import mha
 
 from ..compat import tree_leaves, tree_map
-from .shared import Shared
 
 # Operators that run in autocast's dtype.
 LOW = frozenset("""
@@ -63,6 +62,24 @@ def _registered_kernels() -> Iterator[None]:
         libraries['aten'].impl('_fft_r2c', _cufft, 'AutocastCPU')
         opened = stack.pop_all()
     with opened: yield
+
+
+class Shared:
+    "A context of the whole process: the first of its users, in any thread, enters it, and the last one leaves it."
+    def __init__(self, make: Callable[[], Any]): # Returns a new context
+        self.make, self.lock, self.n_users = make, threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.n_users:
+                self.context = self.make()
+                self.context.__enter__()
+            self.n_users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.n_users -= 1
+            if not self.n_users: self.context.__exit__(None, None, None)
 
 
 _rules = Shared(_registered_kernels)
