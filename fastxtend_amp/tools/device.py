@@ -6,7 +6,6 @@ import torch
 from ..messages import first_line
 
 
-
 def add_device(parser: argparse.ArgumentParser) -> None:
     "Add the argument `--device` to a command."
     parser.add_argument('--device', metavar='D',

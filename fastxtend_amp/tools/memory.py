@@ -4,7 +4,6 @@ from operator import index
 
 from ..messages import check_argument
 
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4         # parameters of mallopt, from <malloc.h>
 _NEVER = -1
 
