@@ -79,7 +79,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     @property
     def on_overflow(self) -> str:
-        "What to do when training fails: 'warn', 'fix', 'raise' or 'ignore'."
+        "The reaction to training that fails: 'warn', 'fix', 'raise' or 'ignore'."
         return self._on_overflow
     @on_overflow.setter
     def on_overflow(self, value: str) -> None:

@@ -34,7 +34,7 @@ _ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times a
 
 
 class Gradients(Enum):
-    "What the gradients are."
+    "The state of the gradients."
     TRUE = 0                                                     # between two steps
     SCALED = 1                                                   # times the scale: backward passes add to them
     UNSCALED = 2                                                 # true, in a step that is under way
@@ -188,7 +188,7 @@ class Scaling:
 
     @property
     def is_skip_odd(self) -> bool:
-        "Whether the newest step was skipped at a scale of 1 or less, or below that of a good step of this fit."
+        "True if the newest step was skipped at a scale of 1 or less, or below that of a good step of this fit."
         steps = self.history.read()[self.first_step:]
         return bool(steps) and 0 < -steps[-1] <= max(1, max(steps) * self.scaler.get_backoff_factor())
 
