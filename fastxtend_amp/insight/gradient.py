@@ -29,7 +29,7 @@ N_BATCHES = 6  # K
 
 @dataclass
 class GradientDistance:
-    "How far a precision moves the mean gradient."
+    "The distance by which a precision moves the mean gradient."
     ratio = math.inf                                             # inf if a gradient is finite only in fp32
     n = 0                                                        # batches whose gradients are finite in both
     lost: list[int] = field(default_factory=list)                # batches whose gradients are finite only in fp32

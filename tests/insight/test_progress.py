@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import fastai.callback.progress  # noqa: F401  gives new learners a bar
 import pytest
 from torch import nn
 
@@ -64,6 +65,8 @@ def test_the_bar_is_the_time_and_ends_with_an_error(clock, terminal, capsys):
     assert parts[-1] == parts[-2] == ''
 
 
-def test_a_bar_without_a_time_limit(terminal):
+def test_a_bar_without_a_time_limit(clock, terminal, capsys):
     with progress_bar(learner(progress=True), float('inf')) as tick:
+        clock.sleep(36)
         tick('fp32')
+    assert '36/3600' in capsys.readouterr().out
