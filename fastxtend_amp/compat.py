@@ -60,6 +60,15 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` compiles `model` or a module in it.
+
+    Relies on `Module._compiled_call_impl` (2.2), which `Module.compile` sets. A function that a model compiles for
+    itself is not seen.
+    """
+    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())
+
+
 # Makes a context in which models are compiled with the backward pass that they have uncompiled: AOTAutograd traces it
 # under the autocast of the whole forward pass, so regions with autocast off would get 16-bit products. Relies on
 # `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15). Without it the first batch fails.

@@ -140,6 +140,17 @@ class PlainRMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
+class InstanceNorm(nn.Module):
+    "Instance normalization without a cast to fp32: the variance of values around 512 is above 65,504."
+    def __init__(self, size=512.):
+        super().__init__()
+        self.size = size
+
+    def forward(self, x):
+        x = x * self.size
+        return (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, keepdim=True) + 1e-5)
+
+
 class Quantize(nn.Module):
     "A codebook's nearest entries, by squared distances; the gradient passes them by."
     def __init__(self, size):
@@ -401,6 +412,34 @@ class Sparsemax(nn.Module):
         return (x - total.gather(-1, kept - 1) / kept).relu()
 
 
+class Coupling(nn.Module):
+    "An affine coupling layer of a normalizing flow: half of the values scale and shift the other half."
+    def __init__(self, swap):
+        super().__init__()
+        self.net, self.swap = nn.Sequential(nn.Linear(D // 2, 32), nn.Tanh(), nn.Linear(32, D)), swap
+
+    def forward(self, x):
+        a, b = x.chunk(2, -1)
+        if self.swap: a, b = b, a
+        log_scale, shift = self.net(a).chunk(2, -1)
+        log_scale = log_scale.tanh()
+        return torch.cat([a, b * log_scale.exp() + shift], -1), log_scale.sum(-1)
+
+
+class Flow(nn.Module):
+    "A normalizing flow on whitened samples; its output is the negative log likelihood of each."
+    def __init__(self, n=6):
+        super().__init__()
+        self.layers = nn.ModuleList(Coupling(i % 2) for i in range(n))
+
+    def forward(self, x):
+        total = 0.
+        for layer in self.layers:
+            x, log_det = layer(x)
+            total = total + log_det
+        return x.pow(2).sum(-1) / 2 - total
+
+
 # -- sums and layers that grow
 
 
@@ -509,6 +548,9 @@ CASES = {
     'RMSNorm without a cast': Case(
         'pytorch/pytorch#134106', 'squares of values above 256 overflow', 'compute the norm in fp32',
         lambda: Model('norm', PlainRMSNorm(600.)), {'bf16': SAFE, 'fp16': ['norm']}),
+    'MLX, instance norm': Case(
+        'ml-explore/mlx#4228', 'the variance of a feature map overflows: the norm gives 0', 'statistics in fp32',
+        lambda: Model('norm', InstanceNorm()), {'bf16': SAFE, 'fp16': ['norm']}),
     'VQ-VAE, large latents': Case(
         'rosinality/vq-vae-2-pytorch#65', 'squared distances overflow', 'the whole quantizer in fp32',
         lambda: Model('quantize', Quantize(300.)), {'bf16': SAFE, 'fp16': ['quantize']}),
@@ -609,6 +651,9 @@ CASES = {
     'forces, DeePMD': Case(
         'deepmodeling/deepmd-kit#4741', '', '', Forces, {'bf16': SAFE, 'fp16': SAFE}, lambda: torch.randn(64, D),
         targets=lambda x: -x.sin()),
+    'flowMC, a normalizing flow': Case(
+        'kazewong/flowMC#170', '', '', Flow, {'bf16': SAFE, 'fp16': SAFE}, lambda: torch.randn(64, D),
+        lambda p, y: p.mean()),
     'sparsemax, 400 classes': Case(
         'deep-spin/entmax#31', '', '', lambda: Model('gate', nn.Sequential(nn.Linear(D, 400), Sparsemax()), n_out=400),
         {'bf16': SAFE, 'fp16': SAFE}),

@@ -5,7 +5,7 @@ from torch import nn
 from torch._functorch import config
 
 from fastxtend_amp import compat
-from fastxtend_amp.insight import compat as traced
+from fastxtend_amp.insight import operators
 from helpers import autocast_state
 
 
@@ -29,9 +29,9 @@ def test_compiled_modules():
     compiled = torch.compile(m)
     assert compat.compiled_module(compiled) is m and compat.compiled_module(m) is None
     assert any(n.endswith(compat.COMPILED_NAME) for n, _ in nn.Sequential(compiled).named_modules())
-    assert traced.is_compiled(nn.Sequential(compiled)) and not traced.is_compiled(m)
+    assert compat.is_compiled(nn.Sequential(compiled)) and not compat.is_compiled(m)
     m.compile()
-    assert traced.is_compiled(m)
+    assert compat.is_compiled(m)
 
 
 def test_the_backward_pass_is_compiled_without_autocast():
@@ -43,15 +43,15 @@ def test_the_backward_pass_is_compiled_without_autocast():
 
 def test_function_transforms_are_known():
     seen = []
-    torch.func.vmap(lambda x: (seen.append(traced.in_function_transform()), x)[1])(torch.ones(2))
-    assert seen == [True] and not traced.in_function_transform()
+    torch.func.vmap(lambda x: (seen.append(operators.in_function_transform()), x)[1])(torch.ones(2))
+    assert seen == [True] and not operators.in_function_transform()
 
 
 def test_traits_of_operators():
     aten = torch.ops.aten
-    assert traced.operator(aten.mm.default)[:4] == ('mm', False, False, False)
-    assert traced.operator(aten.view.default).makes_nothing and traced.operator(aten.add_.Tensor).writes
-    assert traced.operator(aten.bernoulli_.float)[1:] == (True, False, True, None)
+    assert operators.operator(aten.mm.default)[:4] == ('mm', False, False, False)
+    assert operators.operator(aten.view.default).makes_nothing and operators.operator(aten.add_.Tensor).writes
+    assert operators.operator(aten.bernoulli_.float)[1:] == (True, False, True, None)
 
 
 def test_unwatched():
@@ -65,7 +65,7 @@ def test_unwatched():
             return func(*args, **(kwargs or {}))
 
     with Notes():
-        with traced.unwatched():
+        with operators.unwatched():
             torch.ones(2) + 1
         assert not seen
         torch.ones(2) + 1

@@ -33,9 +33,10 @@ def precision_report(
     Works as `Learner.precision_report`, and raises the same errors. The model is not modified and stays on its device.
     With dicts, it is called as `model(**batch)`, as models of Hugging Face are, and its output has to have a `loss`.
 
-    Raises `TypeError` for other batches, and `ValueError` if the output has no loss.
+    Raises `TypeError` for other batches, and `ValueError` if there are none, or if the output has no loss.
     """
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
+    if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
     by_name = loss_func is None
     if not all(isinstance(b, Mapping if by_name else (tuple, list)) for b in drawn):
         raise TypeError('batches must have tuples of inputs and a target, with `loss_func`; or dicts, without it.')

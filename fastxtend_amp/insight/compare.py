@@ -9,19 +9,19 @@ from fastai.torch_core import set_seed, to_device
 from fastcore.basics import patch
 from torch.nn.parameter import is_lazy
 
+from ..compat import is_compiled
 from ..devices.fp32_settings import settings_note
 from ..learners import training_device
 from ..messages import check_bool, check_integer
 from .candidates import BASE, FP32, Contestant, candidates, contestants, like_own
 from .comparison import PrecisionComparison, recommend
-from .compat import is_compiled
 from .copied_callbacks import note_of_left_out
 from .copies import check_above_0, check_learner, loader_like, several_processes
+from .display import progress_bar
 from .measuring import Run
-from .progress import progress_bar
 from .random_states import random_state_kept
 from .speed import FEWEST_ROUNDS, last_fifth, tolerance
-from .tensors import tensors
+from .values import tensors
 
 _STEPS, _SEEDS = 50, 3  # defaults
 _ROUNDS = 7             # into which `n_steps` are divided, after two rounds of one step

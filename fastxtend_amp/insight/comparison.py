@@ -8,7 +8,7 @@ from fastai.learner import Learner
 
 from ..messages import check_argument
 from .candidates import Contestant
-from .shown import Shown
+from .display import Shown
 from .speed import FEWEST_ROUNDS, WORTH, Speed
 
 SPEED = ['speed-up', 'speed-up low', 'speed-up high']

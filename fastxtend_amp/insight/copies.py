@@ -25,7 +25,7 @@ from ..training.loop import precision_callback
 from .candidates import switch
 from .copied_callbacks import note_of_left_out, takes_part
 from .random_states import random_state_kept
-from .tensors import readable_weights
+from .values import readable_weights
 
 
 def check_learner(
@@ -40,7 +40,7 @@ def check_learner(
         raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
-                         'Call `learn.unfreeze()` first.')
+                         'Call `learn.unfreeze()`, or `requires_grad_()` on a module, first.')
     if is_sharded(learn.model):
         raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')

@@ -1,18 +1,23 @@
-"Diagnosis of training that fails in 16 bits: the current batch is run again on a copy to find the cause."
+"The cause of a failure in 16 bits, found by running its batch again on a copy, and the remedy, with 'fix'."
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from fastai.learner import Learner
 
+from ..messages import warn_user
 from ..precisions import Precision, fastest_native
+from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
 from .candidates import advised, call
 from .copies import lost_weights, several_processes
-from .judge import Judge, not_finite_data, wrong_in_fp32
-from .random_states import RandomState
-from .trace import trace
-from .verdict import named
+from .evidence import not_finite_data
+from .judge import Judge
+from .random_states import RandomState, random_state, set_random_state
+from .report import named
+from .runs import Sample, run_again, running_copy
+from .values import has_finite_results, tensors
 
 _BAD = 'Check the data: no precision can train on these values'
 ODD = 'a gradient is not finite, and the loss scale is not the cause'         # said only if the rerun proves it
@@ -77,16 +82,15 @@ def _run_again(
 ):
     "Run the batch forward and backward, in fp32 and in the precision; return where it began, and what to try, if any."
     cb, kind = precision_callback(learn), alarm.kind
-    again = partial(trace, learn, [alarm.batch], state=alarm.random_state)
-    fp32 = again()
-    if wrong := wrong_in_fp32(fp32, alarm.batch):
-        return wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
+    sample = Sample(learn, [alarm.batch], alarm.random_state)
+    if sample.wrong:
+        return sample.wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         alarm.remedy = Precision, (), None
         return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'
-    largest = max(s.grad for s in fp32.seen.values()) * alarm.scale
+    largest = max(m.grad for m in sample.fp32.modules.values()) * alarm.scale
     if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return '', ''
-    judge = Judge(learn, kind, partial(again, kind, fp32=fp32), alarm.scale)
+    judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
         failed = [kind.name, *(fix.precision for fix in cb.fixes)]
@@ -102,3 +106,93 @@ def _run_again(
         return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
     return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
             f'{judge.scale:,.9g} they do not'), f'Start lower: `{verdict.call}`'
+
+
+# -- on_overflow='fix'
+
+class Fix(NamedTuple):
+    "A change that `on_overflow='fix'` made in a fit."
+    step: int # Training batch of the fit, from 1; the change applies from the next one on
+    precision: str # The one that failed
+    call: str # Starts a training with the change
+
+
+def fix(
+    cb: MixedPrecision,
+    alarm: Alarm, # It was diagnosed
+) -> bool: # False without a remedy, and if the user's own change waits already
+    "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
+    learn = cb.learn
+    if not alarm.remedy or cb.waiting: return False
+    new = advised(learn, *alarm.remedy).like()                   # not the fp32 that all share
+    said = call(learn, new)
+
+    def switch():
+        "Close the fit, which the next batch opens again; drop the gradients and the mean loss, which may be NaN."
+        cb.close(failed=True)
+        learn.opt.zero_grad()
+        if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
+        *_, init_scale = alarm.remedy
+        if not init_scale: new.load_state_dict(cb.state_dict())
+        cb.precision = new
+
+    cb.at_batch_end(switch)
+    cb.fixes.append(Fix(alarm.step, alarm.kind.name, said))
+    print(f'{alarm.happened} The next batches train with `{said}`.')
+    return True
+
+
+class FixedEvaluation:
+    """Results of `validate`, `get_preds`, `predict` and `tta` in fp32, where 16 bits fail, with `on_overflow='fix'`.
+
+    A batch with NaN or inf runs again in fp32, on a copy. If loss and predictions are finite there, they count, in
+    metrics as well; otherwise nothing changes. Nor does it for a model that keeps state from batch to batch, as the
+    copy has seen this one already. One warning at the end says how many there were, and why.
+    """
+    n_replaced = 0                                               # of this call, or this epoch of a fit
+    cause = ''                                                   # of the first, with the call to make
+
+    def __init__(self, cb: MixedPrecision): self.cb = cb
+
+    def before_epoch(self): self.n_replaced = 0                  # once for `tta`, with several validations
+
+    def after_loss(self):
+        "Look at predictions and loss; autocast is off already."
+        cb, learn = self.cb, self.cb.learn
+        if learn.training or several_processes(): return         # where a model would wait for the others
+        if not cb.fit.precision.dtype or has_finite_results(learn): return
+        state = random_state()
+        if not (results := _fp32_results(learn, state)): return
+        if not self.n_replaced:
+            alarm = Alarm('a batch is not finite', cb.precision.kind, learn.scaler.get_scale(), 0, (learn.xb, learn.yb),
+                          state)
+            self.cause = diagnose(learn, alarm, '')
+        vars(learn).update(results)
+        self.n_replaced += 1
+
+    def after_epoch(self):
+        "Say how many batches were replaced."
+        n, self.n_replaced = self.n_replaced, 0
+        if not n: return
+        batches = 'batch' if n == 1 else 'batches'
+        warn_user(f'{self.cb.precision.kind.name}: {n:,} {batches} of a validation or prediction had NaN or inf in 16 '
+                  f'bits, and were re-run in fp32; the fp32 results are used.\n{self.cause}')
+    after_fit = after_epoch                                      # `tta` ends with it
+
+
+def _fp32_results(learn, state): # In the middle of a batch
+    "Return predictions and loss of a copy in fp32; None if they fail, are not finite, or change in a second run."
+    found = []
+    with suppress(Exception), running_copy(learn, Precision, in_batch=True) as copy, torch.no_grad():
+        for i in range(2):
+            set_random_state(state)
+            run_again(copy, i, (learn.xb, learn.yb))
+            found.append({name: vars(copy).get(name) for name in ('pred', 'loss', 'loss_grad')})
+        first, second = map(tensors, found)
+        if all(map(torch.equal, first, second)) and has_finite_results(copy): return found[0]
+    return None
+
+
+def fixed_evaluation(cb: MixedPrecision) -> FixedEvaluation | None:
+    "Return what replaces results, for a precision callback with `on_overflow='fix'`; None for another."
+    return FixedEvaluation(cb) if cb.on_overflow == 'fix' else None

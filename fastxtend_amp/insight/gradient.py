@@ -21,7 +21,7 @@ from fastai.learner import Learner
 from ..precisions import Precision
 from .copies import run_batch
 from .random_states import random_state, set_random_state
-from .trace import BackwardOnly, running_copy
+from .runs import BackwardOnly, running_copy
 from .values import all_finite
 
 N_BATCHES = 6  # K
@@ -30,10 +30,11 @@ N_BATCHES = 6  # K
 @dataclass
 class GradientDistance:
     "The distance by which a precision moves the mean gradient."
-    ratio = math.inf                                             # inf if a gradient is finite only in fp32
-    n = 0                                                        # batches whose gradients are finite in both
+    ratio: float = math.inf                                      # inf if a gradient is finite only in fp32
+    n: int = 0                                                   # batches whose gradients are finite in both
     lost: list[int] = field(default_factory=list)                # batches whose gradients are finite only in fp32
     losses: list[float] = field(default_factory=list)            # in fp32
+    error: str = ''                                              # why it is unknown
 
 
 def _gradient(model):
@@ -58,7 +59,7 @@ def gradient_distance(
     h = BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, Precision, [], 1.) as fp32:
+    with running_copy(learn, Precision) as fp32:
         set_random_state(start)                                  # callbacks may draw weights when a fit begins
         with running_copy(learn, kind, [*keep], scale) as low:
             scale = low.mixed_precision.scale or 1.              # without loss scaling

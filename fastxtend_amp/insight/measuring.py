@@ -20,7 +20,7 @@ from .candidates import BASE, Contestant
 from .copies import begin_fit, copied_learner, run_batch
 from .random_states import random_state, set_random_state
 from .speed import Speed, last_fifth
-from .tensors import address, is_plain
+from .values import address, is_plain
 
 
 @dataclass(eq=False)

@@ -1,36 +1,14 @@
 "Notes on mistakes: modules kept in fp32 that are never called, and errors that mixed precision explains."
 import re
 
-import torch
-from torch import nn
-
 from ..messages import warn_user
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
-from ..tensors import is_half
 from ..training.callback import MixedPrecision
 
 # Words of PyTorch's errors:
-_LOW_WORDS = 'Half|BFloat16|dtype|scalar type|primitive'         # where only fp32 runs
-_BOTH = 'floating ScalarType|mixed dtype'                        # where an operator gets both 16-bit dtypes
+_LOW_WORDS = 'Half|BFloat16|dtype|scalar type|ScalarType|primitive'        # where only fp32 runs
 _ANOMALY = 'returned nan values'                                 # of anomaly detection
-
-OTHER_HALF = 'some frozen weights have the other 16-bit dtype, which autocast does not always convert'
-
-
-def other_half(
-    model: nn.Module,
-    dtype: torch.dtype | None, # autocast's
-    error: str,
-) -> str: # "learn.model.get_submodule('base').half()"
-    "Return the code that converts frozen weights, if an operator met both 16-bit dtypes; '' if not."
-    frozen = {p for p in model.parameters() if not p.requires_grad}
-    others = {p for p in frozen if is_half(p) and p.dtype is not dtype}
-    if not others or not re.search(_BOTH, error): return ''
-    convert = 'half()' if dtype is torch.float16 else 'bfloat16()'
-    for name, m in model.named_modules():
-        if others <= {*m.parameters()} <= frozen: return f"learn.model.get_submodule('{name}').{convert}"
-    return f'for p in learn.model.parameters(): p.data = p.data if p.requires_grad else p.data.{convert}'
 
 
 class UnusedModules:
@@ -56,10 +34,8 @@ class ErrorNote:
     def after_failure(self, error: BaseException) -> None:
         "Add a note to `error`, with Python 3.11 or newer."
         fit = self.cb.fit
-        dtype = fit and fit.precision.dtype
-        if not dtype or not hasattr(error, 'add_note'): return
-        if code := other_half(self.cb.learn.model, dtype, str(error)): error.add_note(f'Run `{code}`: {OTHER_HALF}.')
-        elif re.search(_LOW_WORDS, str(error)):
+        if not (fit and fit.precision.dtype and hasattr(error, 'add_note')): return
+        if re.search(_LOW_WORDS, str(error)):
             error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
                            'in 16 bits, and prints the call that keeps it in fp32.')
         elif fit.scaling and _ANOMALY in str(error):

@@ -1,59 +1,23 @@
-"""Observes rounding and failures: an operator runs in 16 bits, and beside it in fp32.
-
-The fp32 result is the twin of the 16-bit one, and the next operator in fp32 reads the twins of its inputs. A module has
-twins only for the results of its own operators; its inputs, and the outputs of modules inside, count as exact. So the
-error of a module is that of its own arithmetic, measured on its outputs and on what it passes to modules inside.
-"""
-import math, sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+"Operators as PyTorch dispatches them: a call, the traits of its operator, and when nothing can be read."
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
+from torch.utils.flop_counter import flop_registry
 
-from ..messages import is_users
-from ..precisions import Precision
-from ..tensors import HALF, half_to_float, map_tensors
-from .compat import operator
-from .tensors import address, is_plain, readable, tensors
-from .values import all_finite, largest_value, merged, n_nan_or_inf, relative_error, rounded
+from ..tensors import HALF
+from .values import readable, rounded, tensors
 
-_FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
-# Operators that only move values, which are recorded where they were computed.
-_MOVES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 # Operators whose constants are added, are bounds, or become values. In other operators they act before the rounding.
 _CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
     scalar_tensor""".split())
-_CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # of whole numbers
-_PER_NUMBER = 100       # work for each number of a result, which is written and looked at; that of an operation is 1
-_COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'              # their second result is the sum of the samples' weights
 _NEAR_0 = 6.1e-5        # constants that become 0 matter beside values below the smallest normal number of fp16
-
-
-@dataclass
-class Seen:
-    "Records of one module: of its own operators, not those of modules inside; over all calls and batches."
-    name: str
-    type: str
-    largest = 0.                                                 # absolute finite result; of the twin, if there is one
-    half = 0.                                                    # the same, of 16-bit results only
-    is_half = False                                              # whether it has any
-    is_after = False                                             # whether NaN or inf came in
-    failed = False                                               # whether NaN or inf first appears in it
-    error = math.nan                                             # of its own arithmetic, relative; the largest
-    changed = 0.                                                 # the share of comparisons and indices that differ
-    merged: Sequence[float] = ()                                 # two whole numbers that leave it as one
-    # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
-    constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
-    grad = 0.                                                    # largest absolute, of its outputs and own parameters
-    grad_sum = 0.                                                # of the absolute values of all these gradients
-    n_grads = 0                                                  # that are finite and not 0
-    n_zeros = 0                                                  # that are 0
-    work = 0.                                                    # in fp32, the same on each machine
-    half_line = ''                                               # of code that multiplies in 16 bits in the fp32 run
-    undone_line = ''                                             # of a product in 16 bits of inputs cast to fp32
+_PER_NUMBER = 100       # work for each number of a result, which is written and looked at; that of an operation is 1
 
 
 class Operation:
@@ -61,6 +25,7 @@ class Operation:
     def __init__(self, func, args, kwargs):
         self.func, self.op, self.args, self.kwargs = func, operator(func), args, kwargs
         self.inputs = readable((args, kwargs))
+        self.has_half = any(t.dtype in HALF for t in self.inputs)
         self.is_cast = self.op.name == '_to_copy' and kwargs.get('dtype') in HALF
 
     def run(self): return self.func(*self.args, **self.kwargs)
@@ -75,133 +40,16 @@ class Operation:
         dtypes = (t.dtype for t in self.inputs if t.ndim)
         dtype = self.kwargs.get('dtype') or next(dtypes, None)
         if dtype not in HALF or self.op.name.rstrip('_') not in _CONSTANTS: return []
-        constants = {number: rounded(number, dtype) for number in map(_number, self.args)}
-        return [number for number, r in constants.items()
-                if number != r and abs(r) in (0, 1, math.inf)]
+        near = {number: rounded(number, dtype) for number in map(_number, self.args)}
+        return [number for number, r in near.items() if number != r and abs(r) in (0, 1, math.inf)]
 
-    def needs(self, constant, out, value): # `value`: `out`, in fp32 if known
+    def needs(self, constant, out, exact): # `exact`: `out`, in fp32 if known
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
         limit = rounded(constant, out.dtype)
         operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
         if not self.op.name.startswith(operators): return False
-        is_near = (value - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)
+        is_near = (exact - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)
         return bool(is_near.any())
-
-
-class Twins(dict):
-    "fp32 twins of tensors. By address: a tensor there, and the fp32 copy of its memory, which its views share."
-    def of(self, t):
-        "Return the twin of `t`; None if `t` is exact."
-        _, memory = self.get(address(t), (t, None))
-        return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
-    def wide(self, t):
-        "Return the twin of `t`, or an exact `t` in fp32."
-        twin = self.of(t)
-        return half_to_float(t) if twin is None else twin
-
-    def keep(self, t, wide):
-        "Keep `wide` as the twin of `t`, unless `t` has no address."
-        if not address(t) or t.shape != wide.shape: return
-        if self.of(t) is None:                                   # of all that shares this memory
-            memory = t.new_empty(0).set_(t.untyped_storage())
-            self[address(t)] = t, memory.to(wide.dtype, copy=True)
-        self.of(t).copy_(wide)
-
-    def forget(self, x):
-        "Drop the twins of all tensors in `x`, which was overwritten."
-        for t in readable(x): self.pop(address(t), None)
-
-
-@dataclass
-class Frame:
-    "A running call of a module."
-    seen: Seen
-    kind: type[Precision]
-    fp32: Seen                                                   # the module in fp32; empty if it did not run there
-    twins: Twins = field(default_factory=Twins)
-    # By address: what `.float()` gave, also cast back; what is computed from whole numbers that fell together.
-    floats: dict = field(default_factory=dict)
-    merged: dict = field(default_factory=dict)
-
-    def run(self, call):
-        "Run an operator of the module, and record what it shows."
-        lost = [(users_line(), call.op.name, c) for c in call.lost_constants()]
-        for key in lost: self.seen.constants.setdefault(key, False)
-        if call.op.makes_nothing: return call.run()
-        wide = self._in_fp32(call)
-        was_finite = wide is None and all(map(all_finite, call.inputs))  # before it writes into one
-        out = call.run()
-        if not self.kind.dtype: self.seen.work += call.work(out)
-        self._record_products(call, out)
-        self._record_whole_numbers(call, out, wide)
-        outs = readable(out)[:1] if call.op.name in _COUNTS else readable(out)
-        for o, value in zip(outs, readable(wide) or outs):
-            self._record(call, o, value)
-            for key in lost: self.seen.constants[key] |= call.needs(key[-1], o, value)
-            if n_nan_or_inf(o) and not self.fp32.failed: self._record_failure(o, value, was_finite)
-        return out
-
-    def _record_failure(self, out, value, was_finite):
-        "Record NaN or inf, which came in, or is new: where the result in fp32 is finite, and more than a mask."
-        is_new = was_finite if value is out else largest_value(value) > 0 and n_nan_or_inf(out[value.isfinite()]) > 0
-        self.seen.failed |= is_new
-        self.seen.is_after |= not is_new
-
-    def _record_products(self, call, out):
-        "Record the line of a product in 16 bits that the fp32 run should not have, or that undoes a cast to fp32."
-        if call.op.name == '_to_copy' and call.inputs:
-            was = call.inputs[0]
-            is_float = was.dtype in HALF and out.dtype is torch.float32
-            if is_float or address(was) in self.floats: self.floats[address(out)] = out
-        elif call.op.flops and any(t.dtype in HALF for t in call.inputs):
-            if not self.kind.dtype: self.seen.half_line = users_line()
-            elif any(t.dtype in HALF and address(t) in self.floats for t in call.inputs):
-                self.seen.undone_line = users_line()
-
-    def _record_whole_numbers(self, call, out, wide):
-        "Record decisions and indices that differ from those in fp32, and whole numbers that fall together in 16 bits."
-        seen = self.seen
-        for o, w in zip(tensors(out), tensors(wide)):
-            if w.dtype in (torch.bool, torch.int64) and o.shape == w.shape:
-                seen.changed = max(float((o != w).float().mean()), seen.changed)
-        numbers = [self.merged[address(t)][0] for t in call.inputs if address(t) in self.merged]
-        if call.op.name in _CASTS: numbers += [merged(t, out.dtype) for t in tensors(call.args) if is_plain(t)]
-        if numbers := next(filter(None, numbers), None):
-            for o in readable(out): self.merged[address(o)] = numbers, o
-
-    def _in_fp32(self, call):
-        "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
-        twins = self.twins
-        rounds = call.is_cast or any(t.dtype in HALF or twins.of(t) is not None for t in call.inputs)
-        if not self.kind.dtype or not rounds or call.op.draws: return None
-        wide = (lambda t: twins.wide(t).clone()) if call.op.writes else twins.wide
-        # An error of subclasses of tensors that cannot be read, or of operators that are 16-bit only.
-        with suppress(Exception), torch.no_grad():
-            device = tensors(call.args)[0].device
-            args, kwargs = map_tensors(wide, (call.args, call.kwargs))
-            if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
-            with torch.autocast(device.type, enabled=False): return call.func(*args, **kwargs)
-
-    def _record(self, call, out, value): # `value`: `out`, in fp32 if known
-        "Record the size of a result, and keep its twin."
-        seen = self.seen
-        if call.is_cast or call.op.name not in _MOVES:
-            largest = largest_value(value)
-            seen.largest = max(seen.largest, largest)
-            if out.dtype in HALF: seen.half, seen.is_half = max(seen.half, largest), True
-        # Rounding errors of what is exactly 0 in fp32 would be 100%.
-        if value is not out and self.fp32.largest: self.twins.keep(out, value)
-        else: self.twins.forget(out)                             # it may be overwritten
-
-    def compare(self, t):
-        "Record the error of a tensor that leaves the module, or enters one inside."
-        if address(t) in self.merged and not self.fp32.merged: self.seen.merged, _ = self.merged[address(t)]
-        if not self.kind.dtype: return
-        t = t.detach()
-        error = relative_error(t, self.twins.wide(t))
-        if error * _FP32_NOISE < .1 * torch.finfo(self.kind.dtype).eps:
-            self.seen.error = max(error, self.seen.error)        # in this order, as that may be nan
 
 
 def _number(x): # 0 for what is no constant
@@ -210,10 +58,44 @@ def _number(x): # 0 for what is no constant
     return float(f'{float(x):.7g}') if is_constant else 0
 
 
-def users_line() -> str: # 'norm.py:33'
-    "Return the line that runs now in the user's code or in a library; '' if PyTorch's modules are all that runs."
-    frame: Any = sys._getframe()
-    while frame.f_globals.get('__name__') != 'fastai.learner':
-        if is_users(frame): return f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'
-        frame = frame.f_back
-    return ''
+# -- undocumented names of PyTorch
+
+class Traits(NamedTuple):
+    "The traits of one of PyTorch's operators."
+    name: str # Without namespace: 'addmm'
+    draws: bool # It draws random numbers
+    makes_nothing: bool # It gives a view of the same memory, a constant, or uninitialized memory
+    writes: bool # It writes into an argument
+    flops: Callable | None # Counts the floating-point operations of a product; None for other operators
+
+
+@cache
+def operator(func: Any) -> Traits:
+    """Return the traits of one of PyTorch's operators, as `TorchDispatchMode` gets it.
+
+    Relies on `OpOverload._schema`, `.overloadpacket` and `.tags` (1.13), and `flop_counter.flop_registry` (2.1).
+    """
+    name, aliases = func.overloadpacket.__name__, [r.alias_info for r in func._schema.returns]
+    is_view = any(a is not None and not a.is_write for a in aliases)
+    makes_nothing = is_view or name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return Traits(name, draws, makes_nothing, func._schema.is_mutable, flop_registry.get(func.overloadpacket))
+
+
+def in_function_transform() -> bool:
+    """Return whether a transform of `torch.func` (grad, vmap, ...) or forward-mode AD runs: nothing can be read there.
+
+    Inside an operator the innermost transform counts only if it is forward-mode AD; reading in that ends the process.
+
+    Relies on `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` (seen in 2.9 to 2.15).
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def unwatched() -> AbstractContextManager:
+    """Return a context in which no `TorchDispatchMode` sees the operators that run.
+
+    Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Without it: `AttributeError` in the
+    first run that is recorded.
+    """
+    return _python_dispatch._disable_current_modes()

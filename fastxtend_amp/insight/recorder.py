@@ -1,4 +1,4 @@
-"""Records one batch: hooks keep a stack of the running modules, and a dispatch mode sees each operator in them.
+"""Records batches: hooks keep a stack of the running modules, and a dispatch mode sees each operator in them.
 
 What an operator shows belongs to the innermost module (or the model itself), or to the loss function.
 """
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .compat import in_function_transform, unwatched
-from .operators import Frame, Operation, Seen
-from .tensors import is_plain, readable
-from .values import all_finite
+from .modules import Frame, ModuleRecord
+from .operators import Operation, in_function_transform, unwatched
+from .values import all_finite, is_plain, readable
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
 BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
 
 
-class Trace(TorchDispatchMode):
-    "Records some batches in one precision, each from its forward pass to its gradients."
+class Recorder(TorchDispatchMode):
+    "Recorder of some batches in one precision, each from its forward pass to its gradients."
     not_finite = ''                                              # 'loss', or 'gradient' if no loss was
     validates = False                                            # with finite results
     error = ''                                                   # why it ended: the text of an exception
@@ -33,20 +33,16 @@ class Trace(TorchDispatchMode):
 
     def __init__(self,
         kind: type[Precision] = Precision,
-        fp32: Trace | None = None, # In a lower precision: the records in fp32
+        fp32: Recorder | None = None, # In a lower precision: the records in fp32
     ):
         super().__init__()
-        self.kind, self.fp32 = kind, fp32
+        self.kind = kind
+        self.fp32: Any = fp32
         # The modules, in the order in which their last calls finish, and the loss function.
-        self.seen = dict[str, Seen]()
+        self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
         self.predictions = list[torch.Tensor]()                  # of a validation
-        self.unseen = dict[str, None]()                          # modules whose values could not be read
-
-    @property
-    def work(self) -> float:
-        "Return how much work the forward pass in fp32 was."
-        return sum(s.work for s in self.seen.values())
+        self.unread = dict[str, None]()                          # modules whose values could not be read
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -67,7 +63,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.in_backward or not self.frames: return func(*args, **(kwargs or {}))
         if in_function_transform():
-            self.unseen[self.frames[-1].seen.name] = None
+            self.unread[self.frames[-1].record.name] = None
             return func(*args, **(kwargs or {}))
         call = Operation(func, args, kwargs or {})
         out = self.frames[-1].run(call)
@@ -80,28 +76,28 @@ class Trace(TorchDispatchMode):
     def _enter(self, name, module, args, kwargs):
         with unwatched():
             if not self.frames: self._push(LOSS, 'function')     # everything outside of the model
-            if in_function_transform(): self.unseen[name] = None
+            if in_function_transform(): self.unread[name] = None
             elif not self.in_backward:
                 for t in readable((args, kwargs)): self.frames[-1].compare(t)
             self._push(name, type(module).__name__)
 
-    def _push(self, name, kind):
-        new = Seen(name, kind)
-        fp32 = self.fp32.seen.get(name, new) if self.fp32 else new
-        self.frames.append(Frame(self.seen.setdefault(name, new), self.kind, fp32))
+    def _push(self, name, class_name):
+        new = ModuleRecord(name, class_name)
+        fp32 = self.fp32.modules.get(name, new) if self.fp32 else new
+        self.frames.append(Frame(self.modules.setdefault(name, new), self.kind, fp32))
 
     def _leave(self, module, args, output):
         with unwatched():
             frame = self.frames.pop()
-            seen = frame.seen
+            name = frame.record.name
             # The innermost module that an exception leaves has raised it.
             is_failing = output is None and sys.exc_info()[0] is not None
-            if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = seen.name
+            if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
-                if out.requires_grad: out.register_hook(partial(self._gradient, seen))
+                if out.requires_grad: out.register_hook(partial(self._record_gradient, frame.record))
             if self.in_backward: return                          # a checkpoint, whose first run was recorded
-            self.seen[seen.name] = self.seen.pop(seen.name)      # after the modules inside
+            self.modules[name] = self.modules.pop(name)          # after the modules inside
             for out in outputs: frame.compare(out)
 
     def record_loss(self, loss: torch.Tensor) -> None: # Not scaled yet
@@ -111,7 +107,7 @@ class Trace(TorchDispatchMode):
         if not all_finite(loss): self.not_finite = 'loss'
         if self.frames:
             self.frames[0].compare(loss)
-            self.seen[LOSS] = self.seen.pop(LOSS)                # the last
+            self.modules[LOSS] = self.modules.pop(LOSS)          # the last
 
     # -- the backward pass
 
@@ -122,15 +118,15 @@ class Trace(TorchDispatchMode):
                 if p.grad is None or not is_plain(p.grad): continue
                 g = p.grad.to_dense()
                 if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
-                if name in self.seen: self._gradient(self.seen[name], g)
+                if name in self.modules: self._record_gradient(self.modules[name], g)
 
-    def _gradient(self, seen, g):
+    def _record_gradient(self, record, g):
         "Record the gradient of an output or a parameter."
         if not self.in_backward: return                          # of the model itself, such as forces from an energy
         g = g.detach().abs().float()
-        seen.n_zeros += int((g == 0).sum())
+        record.n_zeros += int((g == 0).sum())
         g = g[g.isfinite() & (g != 0)]
         if not g.numel(): return
-        seen.grad = max(seen.grad, float(g.max()))
-        seen.grad_sum += float(g.sum())
-        seen.n_grads += g.numel()
+        record.grad = max(record.grad, float(g.max()))
+        record.grad_sum += float(g.sum())
+        record.n_grads += g.numel()

@@ -1,37 +1,47 @@
-"The result of `Learner.precision_report`: its tables, notes and plot."
-from dataclasses import dataclass
-from typing import NamedTuple
+"The result of `Learner.precision_report`: verdicts, tables, notes and plot; and how messages name modules."
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import pandas as pd
+import torch
 
 from ..precisions.fp16 import FP16
-from .shown import Shown
-from .verdict import Verdict, some
+from ..precisions.matching import ROOT
+from .display import Shown
+from .recorder import BACKWARD, LOSS, Recorder
+from .values import rounded
+
+MANY = 4                # modules or reasons that a sentence names; it counts the others
 
 
-class Row(NamedTuple):
-    "One row of `PrecisionReport.table`, which documents the columns."
-    precision: str
-    module: str
-    type: str
-    format: str
-    largest: float
-    headroom: float
-    error: float
-    grad: float
-    underflow: float
-    flagged: bool
+@dataclass
+class Verdict:
+    """The effect of one precision on a model, and what to do.
 
+    | `verdict` | meaning |
+    |---|---|
+    | 'safe so far' | nothing was flagged on these batches with the current weights |
+    | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
+    | 'keep modules in fp32' | some modules fail, overflow, come close to it, or have an error above 10% |
+    | 'gradient differs' | the mean gradient of some batches is far from that in fp32: a warning sign, not a proof |
+    | 'do not use' | nothing that was tried helps |
+    | 'cannot run' | the device has no kernel for it, or the model's code or weights do not allow it |
+    | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
+    """
+    precision: str # Its name, such as 'bf16'
+    verdict: str # One of the above
+    reason: str # What was found
+    call: str = '' # The next call to make; empty if fp32 fails as well
+    modules: list[str] = field(default_factory=list) # Modules to keep in fp32
+    scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
+    flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
+    init_scale: float | None = None # Loss scale to start from, if the default is outside `scale_range` or near its top
+    error: float = math.nan # Relative difference of the predictions in validation from those in fp32; nan if unknown
 
-class Constant(NamedTuple):
-    "One row of `PrecisionReport.constants`."
-    module: str
-    line: str
-    operator: str
-    constant: float
-    fp16: float
-    bf16: float
-    flagged: bool
+    def __str__(self):
+        following = f' Next: `{self.call}`' if self.call else ''
+        return f'{self.precision}: {self.verdict}.{following}\n    {self.reason}'
 
 
 @dataclass(repr=False, eq=False)
@@ -99,3 +109,54 @@ class PrecisionReport(Shown):
             rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
             yield f'{name}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
             yield rows.drop(columns=['precision', 'grad', 'underflow']).set_index('module').rename_axis(None)
+
+
+# -- its tables
+
+Flagged = set[tuple[str, str]]                                   # precisions and modules
+_COLUMNS = 'precision module type format largest headroom error grad underflow flagged'.split()
+_OF_CONSTANTS = 'module line operator constant fp16 bf16 flagged'.split()
+
+
+def table_of(runs: list[Recorder], flagged: Flagged) -> pd.DataFrame:
+    "Return the table of modules, from the first run of each precision that has no error."
+    first = dict[str, Recorder]()
+    for low in runs:
+        if not low.error: first.setdefault(low.kind.name, low)
+    return pd.DataFrame((row for low in first.values() for row in _rows(low, flagged)), columns=_COLUMNS)
+
+
+def _rows(low, flagged):
+    name, limit = low.kind.name, torch.finfo(low.kind.dtype).max
+    for m in sorted(low.modules.values(), key=lambda m: m.name == LOSS):         # those of a validation may follow it
+        fp32, is_flagged = low.fp32.modules.get(m.name, m), (name, m.name) in flagged
+        if not (fp32.largest or is_flagged): continue            # it computes nothing
+        headroom = limit / m.largest_half if m.largest_half else math.inf
+        if m.is_after and m.is_half and not m.failed: headroom = math.nan
+        error, format = math.inf if m.failed else m.error, name if m.is_half else 'fp32'
+        underflow = max(m.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
+        yield (name, m.name, m.type, format, fp32.largest or m.largest, headroom, error, fp32.grad or math.nan,
+               underflow, is_flagged)
+
+
+def constants_of(runs: list[Recorder], flagged: Flagged) -> pd.DataFrame:
+    "Return the table of constants that are lost, in all runs."
+    found = dict.fromkeys((m.name, *c) for low in runs for m in low.modules.values() for c in m.constants)
+    blamed = {name for _, name in flagged}
+    rows = [(*place, x, rounded(x, torch.float16), rounded(x, torch.bfloat16), place[0] in blamed)
+            for *place, x in found]
+    return pd.DataFrame(rows, columns=_OF_CONSTANTS)
+
+
+# -- names in messages
+
+def named(name: str) -> str:
+    "Return the name of a module, or of what else failed, for a message."
+    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
+    return name if name.startswith('callback `') else own.get(name, f"'{name}'")
+
+
+def some(words: Iterable[str], between: str = ', ') -> str:
+    "Return the first words, and how many more there are."
+    words = [*words]
+    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')

@@ -1,29 +1,57 @@
-"The values of a tensor: their size, errors, NaN and inf; without float64, which MPS lacks."
+"Tensors in nested predictions and inputs, and their values: what can be read, sizes, errors, NaN and inf."
 import math
 
 import torch
+from fastai.learner import Learner
+from torch import nn
+from torch.nn.parameter import is_lazy
 
+from ..compat import tree_leaves
 from ..tensors import HALF
 
 _MASK_FROM = 1e3        # larger values may be an attention mask,
 _MASK_GAP = 64          # if they are negative and all others are smaller by this factor
 
 
-def rounded(number: float, dtype: torch.dtype) -> float:
-    "Return `number` in a dtype."
-    return float(torch.tensor(float(number)).to(dtype))
+# -- tensors
+
+def tensors(
+    x: object, # Nested to any depth
+) -> list[torch.Tensor]:
+    "Return the tensors in `x`."
+    return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
 
-def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
-    "Return two different whole numbers in `t` that become equal in `dtype`; tensors of images are left out."
-    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
-    t = t.float()
-    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be one in fp32 already
-    if not is_whole.all(): return []
-    t = t.unique()
-    first = (t.to(dtype).diff() == 0).nonzero()[:1]
-    return torch.cat([t[first], t[first + 1]]).flatten().tolist()
+def n_items(
+    batch: object,
+) -> int: # 1 without a tensor that has a length
+    "Return the number of items of a batch: the length of its first tensor."
+    return next((len(t) for t in tensors(batch) if t.ndim), 1)
 
+
+def readable(x: object) -> list[torch.Tensor]:
+    "Return the tensors of floating point in `x` that can be read."
+    return [t for t in tensors(x) if t.is_floating_point() and is_plain(t)]
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    "Return whether `t` can be read: subclasses with their own operators, and 8-bit formats, may not support it."
+    return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def address(t: torch.Tensor) -> int: # 0 if it has none
+    "Return the address of the memory that `t` shares with its views."
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and t.device.type != 'xla' else 0
+
+
+def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
+    "Return the weights that can be read: of sharded ones the part of this process, and none that is not made yet."
+    made = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
+    local = {name: p.to_local() if hasattr(p, 'to_local') else p for name, p in made}
+    return {name: p for name, p in local.items() if is_plain(p)}
+
+
+# -- NaN and inf
 
 def all_finite(t: torch.Tensor) -> bool:
     "Return whether no value is NaN or inf."
@@ -34,6 +62,14 @@ def n_nan_or_inf(t: torch.Tensor) -> int:
     "Return how many values are NaN or +inf; -inf may be a mask."
     return int((t.isnan() | t.isposinf()).sum())
 
+
+def has_finite_results(learn: Learner) -> bool:
+    "Return whether predictions and loss of the batch that `learn` ran last are finite; -inf may be a mask."
+    loss = vars(learn).get('loss') if len(learn.yb) else None
+    return all((t < math.inf).all() for t in readable((learn.pred, loss)))
+
+
+# -- sizes and errors; without float64, which MPS lacks
 
 def largest_value(t: torch.Tensor) -> float:
     """Return the largest absolute finite value; 0 if there is none.
@@ -56,3 +92,21 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
     got, expected = got[both].float(), expected[both].float()
     if not (unit := largest_value(expected)): return math.nan    # so that squares stay in the range of fp32
     return float(((got - expected) / unit).norm() / (expected / unit).norm())
+
+
+# -- rounding
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    "Return `number` in a dtype."
+    return float(torch.tensor(float(number)).to(dtype))
+
+
+def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
+    "Return two different whole numbers in `t` that become equal in `dtype`; tensors of images are left out."
+    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
+    t = t.float()
+    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be one in fp32 already
+    if not is_whole.all(): return []
+    t = t.unique()
+    first = (t.to(dtype).diff() == 0).nonzero()[:1]
+    return torch.cat([t[first], t[first + 1]]).flatten().tolist()

@@ -7,14 +7,11 @@ from torch import nn
 from ..messages import warn_user
 from ..precisions import Precision
 from .copies import several_processes
-from .diagnosis import ODD, Alarm, diagnose
-from .fix import fix
+from .diagnosis import ODD, Alarm, diagnose, fix
 from .random_states import torch_generators
-from .tensors import readable, readable_weights
+from .values import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
-_LOOK_AT = 16   # batch of an epoch: fewer if it is shorter
-_NEARLY_ALL = .9
 _MOST_FIXES = 3  # in one fit
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 
@@ -26,7 +23,6 @@ class Notes:
     last_loss = math.nan                                         # the last finite one
     random_state = ()                                            # before the batch under way
     batch = None                                                 # the newest: number, tensors, random state
-    has_underflowed = False                                      # gradients are 0, which was said
     has_said = False                                             # that a validation is not finite
     n_odd = 0                                                    # skipped steps that the loss scale may not explain
 
@@ -87,18 +83,6 @@ class Watch:
             if notes.first_loss is None or loss.dim(): loss = loss.detach().mean()
             if notes.first_loss is None: notes.first_loss = loss
             if notes.on_cpu: self._check_loss(notes, loss.item())
-
-    def after_backward(self):
-        "Say once that nearly all gradients are 0 in fp16 without loss scaling; look at the 16th batch of each epoch."
-        learn, fit = self.cb.learn, self.cb.fit
-        notes = fit.notes
-        if fit.scaling or fit.precision.dtype is not torch.float16 or notes is None or notes.has_underflowed: return
-        if learn.iter != min(_LOOK_AT, getattr(learn, 'n_iter', math.inf)) - 1: return
-        zero = [not p.grad.any() for p in learn.model.parameters() if p.grad is not None]
-        notes.has_underflowed = sum(zero) > _NEARLY_ALL * len(zero)
-        if notes.has_underflowed:
-            warn_user(f'fp16: the gradients of {sum(zero):,} of {len(zero):,} parameters are all 0: without loss '
-                      'scaling they underflow.\nLeave out `enabled=False`.')
 
     def after_step(self):
         "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."

@@ -1,11 +1,7 @@
-"Models with arithmetic between two layers, reports on them, and what training makes of the advice."
-
-import math
+"Models with arithmetic between two layers, reports on them, and trainings."
 
 import torch
-from fastai.optimizer import Adam
 from torch import nn
-from torch.nn import functional as F
 
 from helpers import Data, dataset, learner, loaders, precision_callback
 from states import Act
@@ -73,30 +69,6 @@ def trained(model, call='', epochs=4, lr=1e-4, dls=None, **kwargs):
     )
 
 
-def holds(make, mode, loss=F.mse_loss):
-    """Return whether a verdict holds: by its advice training ends with no higher loss than fp32.
-
-    fp32 starts from the same weights, and from weights that differ in the eighth bit, as bf16 weights do: some models
-    are chaotic. Where nothing is advised, plain mixed precision has to end with a higher loss.
-    """
-
-    def start(nudge=0):
-        torch.manual_seed(0)
-        x = torch.randn(64, 6)
-        y = (x[:, :1] * x[:, 1:2]).sign() + x[:, 2:3] + 0.1 * torch.randn(64, 1)
-        model, data = make(), Data(x, y)
-        torch.manual_seed(nudge)
-        for p in model.parameters() if nudge else ():
-            p.data *= 1 + 2**-8 * torch.randn_like(p)
-        return dict(model=model, dls=loaders(bs=16, train=data, valid=data), loss_func=loss, opt_func=Adam)
-
-    verdict = learner(**start()).precision_report(mode, n_batches=4, max_seconds=600).verdicts[mode]
-    fp32 = max(trained(epochs=15, lr=0.01, **start(nudge))[0] for nudge in range(3))
-    fails = verdict.verdict in ('do not use', 'cannot run', 'not known')
-    low = trained(call=f'learn.to_{mode}()' if fails else verdict.call, epochs=15, lr=0.01, **start())[0]
-    return (math.isfinite(low) and low <= 1.1 * fp32 + 0.02) != fails, verdict, fp32, low
-
-
 def rms(h):
     return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-5)
 
@@ -107,15 +79,6 @@ def loud_rms(h):
 
 def cancels(h):
     return ((h + 3000) - 3000).tanh()
-
-
-def over_abs(h):
-    h = h.relu()
-    return h / (h + 1e-8)
-
-
-def close(h):
-    return (h * 9000).clamp(-6e4, 6e4) / 9000 * (1 + h.mean() * 0)
 
 
 def unit(h):
@@ -143,24 +106,9 @@ def steps(cast):
     return lambda h: h + (cast(STEPS, h) * 0.01).cos()
 
 
-def near_1000(h):
-    "Values that bf16 rounds to multiples of 4."
-    return (h.sum(-1, keepdim=True) + 1000 + torch.linspace(0, 2, 32)).to(h.dtype)
-
-
-def choice(choose, values=torch.linspace(0, 5, 32)):
-    "A function that adds the chosen ones of these values."
-    return lambda h: h + values[choose(near_1000(h))][:, None].to(h.dtype)
-
-
 def checks(h):
     assert h.dtype == torch.float32
     return h
-
-
-def only_16_bits(h):
-    assert h.dtype != torch.float32, 'only fp16 and bf16 are supported'
-    return h.clone()
 
 
 class NeedsFp32(torch.autograd.Function):

@@ -6,8 +6,8 @@ import fastai.callback.progress  # noqa: F401  gives new learners a bar
 import pytest
 from torch import nn
 
-from fastxtend_amp.insight import progress as room
-from fastxtend_amp.insight.progress import progress_bar
+from fastxtend_amp.insight import display as room
+from fastxtend_amp.insight.display import progress_bar
 from helpers import learner, set_support
 from states import ASK, InStep
 

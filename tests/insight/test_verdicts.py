@@ -6,10 +6,9 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp.devices.cuda_rules import cuda_rules
 from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
 from models import *
-from states import Act, Times, blurred, fills, language_model, lora, loud_loss
+from states import Act, Times, blurred, fills, lora, loud_loss
 
 KEEP, SAFE = 'keep modules in fp32', 'safe so far'
 OVERFLOWS = "reach .* above fp16's 65,504"
@@ -31,13 +30,11 @@ FLAGGED = {
     'code that needs fp32': ('fp16', checks, 'does not run in fp16: '),
     # constants that are lost
     'clamp': ('fp16', lambda h: h / h.abs().clamp(min=1e-8), r'1e-08 is 0 in fp16 \(`clamp`', 1e-8),
-    'clamp_': ('fp16', lambda h: h.abs().mul(1e-3).clamp_(min=1e-8).sqrt(), '1e-08 is 0 in fp16', 1e-8),
     'added': ('fp16', lambda h: ((h - h.roll(1, 0)).relu() + 1e-10).sqrt(), r'1e-10 is 0 in fp16 \(`add`', 1e-10),
     'added as a tensor': (
         'fp16', lambda h: ((h - h.roll(1, 0)).relu() + torch.tensor(1e-10)).sqrt(), '1e-10 is 0 in fp16', 1e-10,
     ),
     '1 - 1e-4': ('fp16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in fp16', 0.9999),
-    'the same': ('bf16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in bf16', 0.9999),
     '-1': ('bf16', lambda h: (h * 30).tanh().clamp(-0.9999, 0.98).atanh(), '-0.9999 is -1 in bf16', -0.9999),
     'a mask that raises an error': ('fp16', fills, 'does not run in fp16: .*; -1e.09 is -inf in fp16', -1e9),
     # whole numbers that become one
@@ -52,10 +49,6 @@ FLAGGED = {
         'fp16', lambda h: ((h * 800).float() @ (h * 800).float().T / 800**2).softmax(-1) @ h,
         r'Autocast runs the product in \w+.py:\d+ in fp16, although its inputs are `.float\(\)`',
     ),
-    # decisions
-    'argmax': ('bf16', choice(lambda h: h.argmax(-1)), '% of the decisions .* differ in bf16, and with them the loss'),
-    'sorting': ('bf16', choice(lambda h: h.argsort(-1, descending=True)[:, 0]), 'and with them the loss'),
-    'comparison': ('bf16', choice(lambda h: (h > h.mean(-1, keepdim=True)).sum(-1) % 32), 'and with them the loss'),
 }  # fmt: skip
 
 
@@ -100,7 +93,6 @@ lowest = lambda s: torch.finfo(s.dtype).min
 HARMLESS = {
     'mask: -inf': attends(lambda s, m: s.masked_fill(~m, -math.inf)),
     'mask: finfo.min': attends(lambda s, m: s.masked_fill(~m, lowest(s))),
-    'mask: full_like': attends(lambda s, m: torch.where(m, s, torch.full_like(s, lowest(s)))),
     'mask: -2.38e38': attends(lambda s, m: torch.where(m, s, -2.38e38)),
     'mask: triu': attends(lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1)),
     'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
@@ -116,14 +108,10 @@ HARMLESS = {
     'compared': lambda h: h * (h > 1e-9),
     'a constant in fp32': lambda h: h.float().clamp(min=1e-12),
     'whole numbers in a decision': lambda h: h * (STEPS.to(h.dtype) * h.abs() >= 0).to(h.dtype),
-    'small whole numbers': lambda h: h + torch.arange(32).to(h.dtype),
     'one in fp32 as well': lambda h: h + (STEPS.bfloat16().to(h.dtype) * 0.01).cos(),
     'divided before the cast': lambda h: h + (STEPS * 0.01).cos().to(h.dtype),
     'indices': lambda h: h.repeat(1, 32)[:, STEPS].gather(1, STEPS.sub(960).div(2).long().expand_as(h)),
-    'equal whole numbers': lambda h: h + (STEPS * 0 + 1001).to(h.dtype).mul(0.001),
-    'large fractions': lambda h: h + ((STEPS + 0.5).to(h.dtype) * 0).cos(),
     'pictures': lambda h: h + (torch.arange(2000).view(4, 5, 100).to(h.dtype) * 0).sum(),
-    'decisions that do not matter': choice(lambda h: h.argmax(-1), torch.full((32,), 0.5)),
 }
 # The constants that the table has all the same, as they become 0, 1 or infinite
 LOST = {
@@ -139,30 +127,6 @@ def test_arithmetic_that_is_not_flagged(name, device):
     for verdict in report.verdicts.values():
         assert verdict.verdict == SAFE and not verdict.modules and not verdict.flagged, verdict
     assert list(report.constants['constant']) == LOST.get(name, []) and not report.constants['flagged'].any()
-    said = "of the decisions (comparisons, sorting, top-k) in '1' differ from fp32, which the loss does not show"
-    assert (said in report.verdicts['bf16'].reason) == (name == 'decisions that do not matter')
-
-
-BY_CHANCE = torch.randn(32, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize('n_batches, found', [(6, SAFE), (1, KEEP)])
-def test_a_decision_that_moves_the_loss_of_one_batch_but_not_the_mean_gradient(n_batches, found):
-    "Such a loss jumps with tiny changes in fp32 as well; with a single batch it is all that is known."
-    verdict = verdict_on(inner(choice(lambda h: h.argmax(-1), BY_CHANCE)), 'bf16', dls=loaders(4 * n_batches, 4))
-    assert verdict.verdict == found, verdict
-    assert ('differ from fp32, which the gradient does not show' in verdict.reason) == (found == SAFE)
-
-
-@pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
-@pytest.mark.parametrize(
-    'make',
-    [lambda: Attentive(), lambda: Own(loud_rms), lambda: Own(cancels), lambda: inner(over_abs), lambda: Own(close)],
-)
-def test_training_by_the_advice_reaches_the_loss_of_fp32(make, mode):
-    ok, verdict, fp32, low = holds(make, mode)
-    assert ok, (verdict, fp32, low)
 
 
 # -- models
@@ -210,7 +174,6 @@ MODELS = {  # precision, model, arguments of the learner
         'fp16', lambda: nn.Sequential(nn.Linear(6, 1), Act(lambda h: torch.log_(-h.square()))),
     ),
     'NaN in the data': ('fp16', mlp, dict(dls=large(nan_at))),
-    'only 16 bits': ('fp16', lambda: inner(only_16_bits)),
     'bf16 weights': ('bf16', lambda: mlp().bfloat16()),
     'fp16 weights': ('fp16', lambda: mlp().half()),
 }  # fmt: skip
@@ -246,25 +209,10 @@ def test_of_two_precisions_the_one_that_works_is_called(monkeypatch):
     assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
 
 
-def runs_lstms(mode):
-    try:
-        with torch.autocast('cpu', dtype=getattr(torch, {'bf16': 'bfloat16', 'fp16': 'float16'}[mode])):
-            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))[0].float().sum().backward()
-    except RuntimeError:
-        return False
-    return True
-
-
-def test_layers_that_the_device_has_no_kernel_for_are_kept_in_fp32():
-    learn = language_model().to_bf16(fp32_modules=nn.LSTM)  # already
-    assert learn.precision_report('bf16').verdicts['bf16'].verdict == SAFE
-    for mode, verdict in language_model().precision_report().verdicts.items():
-        if not runs_lstms(mode):
-            assert verdict.verdict == KEEP and verdict.modules == ['0.rnns.0.module', '0.rnns.1.module']
-            assert verdict.reason.startswith(f"'0.rnns.0.module' does not run in {mode}: ")
-            learn = language_model()
-            exec(verdict.call, {'learn': learn})
-            learn.fit(1)
+def test_all_layers_of_a_type_that_does_not_run_are_kept_in_fp32():
+    verdict = verdict_on(layers(Act(checks), nn.Sequential(Act(checks))))
+    assert (verdict.verdict, verdict.modules) == (KEEP, ['1', '2.0']), verdict
+    trained(layers(Act(checks), nn.Sequential(Act(checks))), verdict.call, 1)
 
 
 def test_another_batch_may_have_larger_gradients():
@@ -314,11 +262,6 @@ def test_an_stft_in_fp16_runs_on_cuda_with_powers_of_two(n, fp16):
     assert all(('cuFFT' in v.reason) == bool(v.modules) and 'MKL' not in v.reason for v in verdicts.values())
 
 
-def test_a_kernel_that_only_this_cpu_lacks_says_nothing_about_a_gpu():
-    (verdict,) = report_on(inner(lambda h: torch.fft.rfft(h).abs(), n_mid=17), device='cuda').verdicts.values()
-    assert verdict.verdict == 'not known' and 'this CPU has no fp16 kernel' in verdict.reason and not verdict.modules
-
-
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_a_frozen_base_in_half_precision(dtype):
     "The report equals that of the same weights in fp32."
@@ -341,36 +284,7 @@ class Promotes(nn.Module):
         return self.b(torch.addcmul(self.a(x), embedded, embedded))
 
 
-class Token(Promotes):
-    "Beside it there is a frozen 16-bit parameter of the model itself."
-
-    def __init__(self, dtype):
-        super().__init__(dtype)
-        self.token = nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
-
-    def forward(self, x):
-        return super().forward(x) + self.b(torch.addcmul(self.a(x), self.token, self.token))
-
-
-def test_a_frozen_norm_in_the_other_half_precision():
-    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)).half().requires_grad_(False), nn.Linear(8, 1))
-    verdict = learner(model).precision_report('bf16').verdicts['bf16']
-    assert verdict.call == "learn.model.get_submodule('0').bfloat16()", verdict
-
-
-BASE = "learn.model.get_submodule('base').{}()"
-ALL = 'for p in learn.model.parameters(): p.data = p.data if p.requires_grad else p.data.{}()'
-
-
-@pytest.mark.parametrize('make, code', [(Promotes, BASE), (Token, ALL)])
-@pytest.mark.parametrize('dtype, mode, method', [(torch.bfloat16, 'fp16', 'half'), (torch.float16, 'bf16', 'bfloat16')])
-def test_a_frozen_base_in_the_other_half_precision(dtype, mode, method, make, code):
-    call, learn = code.format(method), learner(make(dtype))
-    verdict = learn.precision_report(mode, device='cuda').verdicts[mode]
-    assert verdict.verdict == 'cannot run' and verdict.call == call and 'other 16-bit dtype' in verdict.reason, verdict
-    with cuda_rules(), pytest.raises(RuntimeError) as error:
-        getattr(learn, f'to_{mode}')().fit(1)
-    notes = getattr(error.value, '__notes__', [call])  # Python 3.11
-    assert len(notes) == 1 and call in notes[0]
-    exec(verdict.call, {'learn': learn})
-    assert learn.precision_report(mode, device='cuda').verdicts[mode].verdict == SAFE
+@pytest.mark.parametrize('dtype, mode', [(torch.bfloat16, 'fp16'), (torch.float16, 'bf16')])
+def test_a_frozen_base_in_the_other_half_precision(dtype, mode):
+    verdict = report_on(Promotes(dtype), mode, 'cuda').verdicts[mode]
+    assert (verdict.verdict, verdict.modules) == (KEEP, ['a']) and 'autocast' in verdict.reason, verdict

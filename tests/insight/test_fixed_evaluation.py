@@ -9,11 +9,11 @@ from fastai.torch_core import set_seed
 from fastai.vision.augment import aug_transforms
 from fastai.vision.core import PILImageBW
 from fastai.vision.data import ImageBlock
-from helpers import learner, params, told
+from helpers import At, learner, params, told
 from states import Act
 from torch import nn
 
-from fastxtend_amp.insight import fix, watch
+from fastxtend_amp.insight import diagnosis, watch
 
 
 class Large(nn.Module):
@@ -103,10 +103,10 @@ def test_predictions_of_images(name, mode):
     assert torch.equal(*found)
 
 
-def test_several_processes_mend_nothing_wherever_the_learner_was_made(monkeypatch):
+def test_several_processes_rerun_nothing_wherever_the_learner_was_made(monkeypatch):
     "In `distrib_ctx` the processes are known only after `to_fp16`; a model may wait for those whose batch is finite."
     learn = large()
-    for module in fix, watch:
+    for module in diagnosis, watch:
         monkeypatch.setattr(module, 'several_processes', lambda: True)
     (warning,) = told(lambda: learn.validate())
     assert 're-run in fp32' not in warning
@@ -131,7 +131,7 @@ class Recurrent(Large):
 
 
 class Counts(Large):
-    "Counts its batches in a buffer."
+    "Counts its batches in a buffer, which changes no result."
 
     def __init__(self):
         super().__init__()
@@ -142,32 +142,35 @@ class Counts(Large):
         return super().forward(x)
 
 
-@pytest.mark.parametrize('model', [Recurrent, Counts])
-def test_a_model_that_keeps_state_runs_each_batch_once(model):
-    learn, calls = learner(model()).to_fp16(on_overflow='fix'), []
-    learn.model.body.register_forward_hook(lambda m, args, out: calls.append(out.dtype))
-    (warning,) = told(lambda: learn.validate(), 'fp16')
-    assert 'is NaN or inf' in warning and 'unless the model keeps state' in warning
-    assert calls.count(torch.float16) == 2
+@pytest.mark.parametrize(
+    'make, word', [(Recurrent, 'unless the model keeps state'), (Counts, 're-run in fp32; the fp32 results are used')]
+)
+def test_a_model_that_keeps_state_runs_each_batch_once(make, word):
+    model, calls = make(), []
+    note = At('after_pred', lambda l: calls.append(l.pred.shape))
+    (warning,) = told(lambda: learner(model, cbs=note).to_fp16(on_overflow='fix').validate(), 'fp16')
+    assert word in warning and len(calls) == 2 and getattr(model, 'n_calls', 2) == 2
 
 
-def in_16_bits(learn):
-    learn.model.head.bfloat16().requires_grad_(False)
-    return learn.to_fp16(on_overflow='fix')
+class LossFails(nn.MSELoss):
+    "Does not run in fp32, as `Large` gives predictions without NaN there."
+
+    def forward(self, p, y):
+        assert not p.isfinite().all(), 'fp32'
+        return y.mean()
 
 
 STAY = {
     'without fix': lambda: large('warn'),
     'not finite in fp32 either': lambda: large(factor=1e39),
-    'does not run in fp32': lambda: in_16_bits(large()),
+    'its loss fails in fp32': lambda: learner(Large(), loss_func=LossFails()).to_fp16(on_overflow='fix'),
 }
 
 
 @pytest.mark.parametrize('make', STAY.values(), ids=STAY)
 def test_what_stays_as_it_is_with_one_warning(make):
-    learn, found = make(), []
-    (warning,) = told(lambda: found.append(learn.validate()))
-    assert 'in validation is NaN or inf' in warning and not all(map(math.isfinite, found[0]))
+    (warning,) = told(make().get_preds)
+    assert 'in validation is NaN or inf' in warning and 're-run' not in warning
 
 
 @pytest.mark.parametrize('on_overflow', ['warn', 'fix'])

@@ -1,0 +1,201 @@
+"`Learner.precision_report`: whether a model trains in low precision, which modules do not, and what to do."
+import re, time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+
+import torch
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastcore.basics import patch
+
+from ..devices.cuda_rules import cuda_rules
+from ..learners import training_device
+from ..messages import check_argument, check_integer
+from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
+from ..tensors import map_tensors
+from .candidates import advised, call, own_precision, precisions_named
+from .copied_callbacks import note_of_left_out
+from .copies import check_above_0, check_learner, loader_like, no_batch
+from .display import progress_bar
+from .evidence import not_fp32
+from .gradient import N_BATCHES
+from .judge import Judge, NotKnown
+from .random_states import random_state_kept
+from .report import PrecisionReport, Verdict, constants_of, named, some, table_of
+from .runs import Sample
+from .values import largest_value, n_items, readable, tensors
+
+EMULATED_WORK = 5e9    # in fp32, about a second; the same work may take a minute in an emulated precision
+# In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
+_NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
+_LARGE = 1e3           # inputs from which a note says that they are
+_DETERMINISTIC = 1e-3  # relative difference of losses, below that of most models on a GPU
+
+
+@patch
+def precision_report(self: Learner,
+    precisions: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
+    n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
+    dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
+    max_seconds: float = 60., # Time after which no further run starts; precisions without a verdict get 'not known'
+    device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
+) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
+    """Report whether the model trains in low precision, and which modules have to stay in fp32.
+
+    Runs a few batches through copies of the learner, in fp32 and in each precision, and compares every module. A module
+    is flagged if it fails, overflows, comes within a factor of 4 of the maximum, or has an error above 10%. Flagged
+    modules are kept in fp32 and the batches are re-run until nothing is flagged; then the mean gradient is compared
+    with fp32.
+
+    The verdict holds for these batches and weights: call it again after some training. `device='cuda'` applies CUDA's
+    autocast rules on a CPU; the kernels are those of the CPU. A compiled model runs uncompiled. The learner is not
+    modified. In distributed runs each process makes its own report.
+
+    Raises:
+
+    - `ValueError` if `precisions` has another precision, or another argument is out of range
+    - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if the learner cannot be copied
+    - `ValueError` if there is no batch
+    - `RuntimeError` if it is called inside a fit
+    - any error of the model in fp32
+    """
+    kinds = precisions_named(precisions)
+    if not kinds or any(not kind.dtype for kind in kinds):
+        raise ValueError(f"precisions={precisions!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
+    check_above_0(max_seconds=max_seconds)
+    check_integer(1, n_batches=n_batches)
+    check_argument('dl', dl, lambda dl: dl is None or hasattr(dl, '__iter__'), 'a DataLoader or another iterable')
+    own = training_device(self).type
+    wanted = own if device is None else str(device).partition(':')[0]
+    simulated = own != wanted
+    if simulated and (own, wanted) != ('cpu', 'cuda'):
+        raise ValueError(f'device={device!r} cannot be used: the model trains on {own}.\nLeave it out to report on '
+                         "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
+    check_learner(self, 'precision_report', dl)
+    dl, until = self.dls.train if dl is None else dl, time.monotonic() + max_seconds
+    with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as show:
+        with random_state_kept(): drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+        if not drawn: raise no_batch('precision_report', dl)     # of a loader that gives its batches once
+
+        def before_run(name):
+            show(name)
+            if time.monotonic() > until:
+                raise NotKnown(f'the time limit was reached, `max_seconds={max_seconds:g}`',
+                               f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g})")
+        return _Report(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).on(kinds)
+
+
+@dataclass
+class _Report:
+    "The work behind one report."
+    learn: Learner
+    drawn: list # Batches for gradients
+    whole: Sample # The first of them, for modules
+    simulated: bool # Whether a CPU follows CUDA's autocast rules
+    before_run: Callable # Called with the name of a precision
+
+    def on(self, kinds: list[type[Precision]]) -> PrecisionReport:
+        "Return the report on these precisions."
+        self.device, self.judges = training_device(self.learn), dict[str, Judge]()
+        self.emulated = [kind.name for kind in kinds if kind.support(self.device).status == 'emulated']
+        self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
+        if not self.whole.wrong: self._call_another()
+        for name in () if self.simulated else self.emulated:
+            if f'.to_{name}(' in (v := self.verdicts[name]).call:
+                v.reason += f'; train where {name} is native, as this device emulates it'
+        runs = [low for judge in self.judges.values() for low in judge.runs]
+        flagged = {(name, module) for name, v in self.verdicts.items() for module in v.flagged}
+        return PrecisionReport(table_of(runs, flagged), self.verdicts, [*self._notes()], constants_of(runs, flagged))
+
+    @cached_property
+    def cut(self) -> Sample: # The whole one where that is little work, and where the model needs whole batches
+        "The first items of each batch, for emulated precisions."
+        batches, work = self.whole.batches, sum(m.work for m in self.whole.fp32.modules.values())
+        n = n_items(batches[0])
+        few = max(2, int(n * EMULATED_WORK / max(work, 1)))      # batch normalization needs two
+        if few >= n: return self.whole
+        with suppress(Exception):
+            batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (n,) else t, batches)
+            if not (sample := Sample(self.learn, batches, is_cut=True)).wrong: return sample
+        return self.whole
+
+    def _verdict(self, kind):
+        if self.whole.wrong: return Verdict(kind.name, 'not known', self.whole.wrong)
+        status, why = kind.support(self.device)
+        if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
+        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).first_scale
+        sample = self.cut if status == 'emulated' else self.whole
+        batches = () if sample.is_cut else self.drawn[:N_BATCHES]        # gradients of few items say little
+        before_run = partial(self.before_run, kind.name)
+        judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, before_run)
+        try: found = judge.verdict()
+        except NotKnown as e: return Verdict(kind.name, 'not known', *e.args)
+        lacking = next((low for low in judge.runs if self.simulated and _NO_KERNEL.search(low.error)), None)
+        if not lacking: return found
+        return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
+                       f'which CUDA may have: {lacking.error}')
+
+    def _call_another(self):
+        "Give verdicts without a call that of the fastest precision that works."
+        failed = [name for name, v in self.verdicts.items() if not v.call]
+        left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
+        other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
+        found = self.verdicts.get(other.name)
+        made = found.call if found else call(self.learn, advised(self.learn, other))
+        for name in failed: self.verdicts[name].call = made
+
+    # -- notes
+
+    def _notes(self):
+        "Say what else was found, and what was looked at."
+        fp32, gradients = self.whole.fp32, {n: j.gradients for n, j in self.judges.items() if j.gradients}
+        sizes = (largest_value(t) for b in self.whole.batches for t in readable(tensors(b)[:-1]))
+        largest = max(sizes, default=0.)
+        if largest > _LARGE and any(v.flagged for v in self.verdicts.values()):
+            yield f'The inputs reach {largest:,.3g}. Normalize them first.'
+        yield from self._digits()
+        if own := not_fp32(fp32): yield f'The reference is not fp32: {own}.'
+        if fp32.unread:
+            yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
+                   f'{some(map(named, fp32.unread))}.')
+        for name, judge in self.judges.items():
+            if all(low.error for low in judge.runs): continue    # it cannot run
+            if not (layers := advised(self.learn, judge.kind).rounding(self.learn.model)): continue
+            names = some(map(named, layers))
+            yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
+        yield from self._looked_at(max((found.n for found in gradients.values()), default=0))
+        for name, found in gradients.items():
+            if not found.lost: continue
+            yield (f'{name}: the gradients of {found.n} of {found.n + len(found.lost)} batches were finite at first; '
+                   'modules were judged on one of the other batches as well.')
+        losses = next((found.losses[:1] for found in gradients.values()), [])
+        for loss, again in zip(fp32.losses, losses):
+            if abs(loss - again) > _DETERMINISTIC * abs(loss):
+                yield (f'The model is not deterministic: two runs of one batch in fp32 have losses of {loss:.4g} and '
+                       f'{again:.4g}. All figures here include such differences.')
+        if self.simulated:
+            yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
+                   'differently or be missing.')
+        for error in [f'{name}: {found.error}' for name, found in gradients.items() if found.error][-1:]:
+            yield f'Not all gradients were compared with fp32: {error}.'
+        yield from note_of_left_out(self.learn)
+
+    def _digits(self):
+        "Say how far predictions are from those in fp32."
+        errors = {v.precision: v.error for v in self.verdicts.values() if v.error >= 0}
+        nearest = f'; {min(errors, key=errors.get)} is nearer' if len(errors) > 1 else ''
+        said = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())
+        if errors: yield f'Predictions differ from those in fp32 by {said}{nearest}.'
+
+    def _looked_at(self, n_gradients):
+        n, whole = len(self.whole.batches), n_items(self.drawn[0])
+        batches = '1 batch' if n == 1 else f'{n:,} batches'
+        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {whole:,} samples each. '
+               'Other batches (`n_batches`) and later weights may flag other modules.')
+        if self.whole.wrong or not self.emulated or not self.cut.is_cut: return
+        yield (f'To save time, looked at {n_items(self.cut.batches[0]):,} of these samples and at no gradients in '
+               f'{" and ".join(self.emulated)}, which this device emulates.')

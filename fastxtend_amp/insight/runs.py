@@ -1,0 +1,170 @@
+"""Runs of batches in the training loop of a copied learner, in fp32 or a lower precision; no step is taken.
+
+`recorder.py` follows the modules, and `modules.py` their operators.
+"""
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback, CancelBatchException
+from fastai.learner import Learner
+from fastcore.basics import noop
+from torch import nn
+from torch.nn import functional as F
+
+from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
+from ..messages import first_line
+from ..precisions import Precision, find_precision
+from ..precisions.base import Rounding
+from ..precisions.matching import ROOT, qualified_names
+from ..tensors import map_tensors
+from ..training.callback import MixedPrecision
+from .candidates import like_own
+from .copies import begin_fit, copied_learner, run_batch
+from .evidence import wrong_in_fp32
+from .operators import unwatched
+from .random_states import RandomState, set_random_state
+from .recorder import LOSS, Recorder
+from .values import has_finite_results, readable
+
+_IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
+
+
+@dataclass
+class Sample:
+    "Batches that modules are judged on, and their run in fp32."
+    learn: Learner # Nothing in it changes
+    batches: list # As a DataLoader gives them; in the middle of a batch its inputs and targets
+    state: RandomState | None = None # In the middle of a batch the random state to start from
+    is_cut: bool = False # Whether they have only the first of their items
+
+    def __post_init__(self):
+        self.fp32: Any = None
+        self.fp32 = self.run()
+        self.wrong = wrong_in_fp32(self.fp32, self.batches)      # '' if nothing is
+
+    def run(self,
+        kind: type[Precision] = Precision,
+        keep: Sequence[str] = (), # Modules kept in fp32
+        scale: float = 1., # The loss scale, for fp16
+    ) -> Recorder:
+        """Run the batches forward and backward in a copy, in its own loop with its callbacks; record each module.
+
+        Then they run as in validation, unless that fails in fp32 as well: first without hooks, with which some modules
+        of PyTorch use other kernels, and again with them if the results are finite only in fp32.
+        """
+        fp32, batches, in_batch = self.fp32, self.batches, self.state is not None
+        found, where, run_one = Recorder(kind, fp32), '', run_again if in_batch else run_batch
+        try:
+            with running_copy(self.learn, kind, keep, scale, in_batch) as copy:
+                reader = BackwardOnly(found.record_gradients, found.record_loss)
+                set_random_state(self.state or [])
+                for i, batch in enumerate(batches):
+                    with found.recording(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
+                if in_batch or (fp32 and fp32.error): return found
+                where, found.failed_in = ' (in validation)', ROOT
+                found.validates = _validates(copy, batches, found.predictions)
+                if fp32 and fp32.validates and not found.validates:
+                    found.not_finite = 'loss'
+                    with found.recording(copy.model): _validates(copy, batches, [])
+        except torch.OutOfMemoryError: raise
+        except Exception as e:
+            if kind is Precision and not where: raise
+            found.error = first_line(e) + where
+            if found.failed_in == LOSS and (cb := _IN_CALLBACK.search(str(e))): found.failed_in = f'callback `{cb[1]}`'
+        return found
+
+
+def run_again(copy: Learner, i: int, batch: Any) -> None:
+    "Run a clone of the batch that the learner is in the middle of."
+    copy.xb, copy.yb = map_tensors(torch.clone, batch)           # which the model may write into
+    copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
+
+
+def _validates(learn, batches, predictions):
+    "Run batches as in validation; add predictions; return whether they and the losses are finite."
+    finite = True
+    for batch in batches:
+        learn._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
+        finite &= has_finite_results(learn)
+        predictions += readable(learn.pred)
+    return finite
+
+
+@contextmanager
+def running_copy(
+    learn: Learner, # Nothing in it changes
+    kind: type[Precision],
+    keep: Sequence[str] = (), # Modules kept in fp32
+    scale: float = 1., # The loss scale, for fp16
+    in_batch: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
+) -> Iterator[Learner]: # In training, its batches need a `BackwardOnly`
+    "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
+    own, of_dtype = like_own(learn, kind, keep), find_precision(kind.dtype or torch.float32)
+    # The precision of this dtype needs neither hardware nor other packages.
+    with (copied_learner(learn, like_own(learn, of_dtype, keep, scale)) as copy,
+          torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION)):
+        modules = dict(qualified_names(copy.model))
+        for name, rounded in own.rounding(copy.model).items(): round_as(rounded, modules[name])
+        copy.create_opt()                                        # callbacks may read it,
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
+        if in_batch:                                             # callbacks have already prepared it
+            for cb in copy.cbs:
+                if not isinstance(cb, MixedPrecision): cb.before_batch = noop
+        else: begin_fit(copy, 1)
+        yield copy
+
+
+class BackwardOnly(Callback):
+    "Ends each batch with its backward pass: its gradients are read, and no step is taken."
+    order = 1000                                                 # after all others
+
+    def __init__(self,
+        read_gradients: Callable, # Called with the model; `gradients` is what it returned
+        read_loss: Callable = noop, # Called with the loss
+    ):
+        self.read_gradients, self.read_loss = read_gradients, read_loss
+
+    def before_batch(self):
+        vars(self.learn).pop('loss_grad', None)                  # of the batch before
+        self.gradients = None
+
+    def after_loss(self):
+        learn = self.learn
+        loss = vars(learn).get('loss_grad')                      # without targets a callback may set it
+        if not (learn.training or learn.yb):                     # items to predict: these have to be finite
+            loss = sum(t.float().mean() for t in readable(learn.pred))
+        if loss is not None: self.read_loss(loss)
+
+    def after_backward(self):
+        self.gradients = self.read_gradients(self.learn.model)
+        self.learn.model.zero_grad()
+        raise CancelBatchException
+
+
+# -- the rounding of a precision on a device without it
+
+def round_as(
+    rounded: Rounding,
+    layer: nn.Module, # A linear layer of a copy
+) -> None:
+    "Make a layer round its input, its weight and the gradient of its output, in autocast."
+    vars(layer)['forward'] = partial(_linear, rounded, layer)
+
+
+def _linear(rounded, layer, x):
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    out = F.linear(_copy(rounded, x), _copy(rounded, layer.weight))
+    if out.requires_grad: out.register_hook(partial(_copy, rounded, is_gradient=True))
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+def _copy(rounded, t, is_gradient=False):
+    "Return `t` rounded. To autograd, and to a recorder, it is a plain copy."
+    copy = t.clone()
+    with unwatched(), torch.no_grad(): copy.copy_(rounded(t, is_gradient))
+    return copy
