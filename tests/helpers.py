@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import os, re, subprocess, sys, warnings
 
 import torch
 from fastai.callback.core import Callback
@@ -12,6 +12,7 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD, Adam, OptimWrapper
 from fastcore.basics import noop
 from functools import cache, partial
+from pathlib import Path
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,6 +21,7 @@ from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import PRECISIONS, Support
 from fastxtend_amp.training.loop import precision_callback  # noqa: F401
 
+ROOT = Path(__file__).parents[1]
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=sim` puts a simulated device here (conftest.py)
 
 
@@ -92,7 +94,14 @@ def params(learn):
 
 
 def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+    "Return whether two values are equal: tensors bit for bit, also in lists and dicts."
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return a == b
 
 
 def finite(learn):
@@ -129,11 +138,6 @@ def opt_state(opt):
     else:
         states = [opt.state[p] for p, *_ in opt.all_params()]
     return [{k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in sorted(s.items())} for s in states]
-
-
-def same_state(a, b):
-    eq = lambda x, y: torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-    return len(a) == len(b) and all(s.keys() == t.keys() and all(eq(s[k], t[k]) for k in s) for s, t in zip(a, b))
 
 
 def autocast_state():
@@ -188,6 +192,22 @@ def output_dtypes(learn, *modules):
 def linear():
     torch.manual_seed(0)
     return nn.Linear(6, 1)
+
+
+def python(*args, cwd=None, **env):
+    "Run Python in a process of its own, which finds the package and these helpers; return the finished process."
+    kept = {k: v for k, v in os.environ.items() if not k.startswith('PYTEST_')}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / 'tests'), os.environ.get('PYTHONPATH', '')])
+    env = {**kept, 'PYTHONPATH': paths, 'OMP_NUM_THREADS': '1', **env}
+    command = [sys.executable, '-W', 'ignore', *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+
+
+def assert_passes(*options):
+    "Run tests in a process of their own: all pass, and none is skipped."
+    done = python('-m', 'pytest', '-p', 'no:cacheprovider', '-p', 'no:xdist', '--tb=short', *options, cwd=ROOT)
+    passed = done.returncode == 0 and re.search(r'\d passed', done.stdout) and not re.search(r'\d skipped', done.stdout)
+    assert passed, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 class At(Callback):

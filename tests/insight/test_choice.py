@@ -57,7 +57,7 @@ def test_what_is_chosen_and_printed(expected, capsys):
         precision = decision.rows[decision.recommended].precision
         assert cb is None and precision.kind is Precision or precision == cb.precision is not precision
         texts.append(f"# {name}: {', '.join(decision.table.index)}\n{capsys.readouterr().out}")
-    expected('measured_choice', '\n'.join(texts))
+    assert '\n'.join(texts) == expected('measured_choice')
 
 
 def test_without_a_native_precision_there_is_nothing_to_measure(monkeypatch, capsys):

@@ -311,7 +311,7 @@ def test_errors(expected):
         with pytest.raises(Exception) as error:
             call()
         texts.append(f'# {name}\n{error.typename}: {error.value}\n')
-    expected('insight_errors', '\n'.join(texts))
+    assert '\n'.join(texts) == expected('insight_errors')
 
 
 def test_no_warning_of_what_happens_to_a_copy():
@@ -382,7 +382,7 @@ def test_rounds(expected, sleeps):
             rows.append(f"{n}: {row['steps']} steps, {row['rounds']} rounds, {loss}, speed {row['speed-up']:.2f}")
         said = f"{len(r.losses['fp32'])} steps are compared, {len(r.seed_losses)} other seeds, {seconds:.1f} s"
         texts += ['# ' + '\n'.join([*rows, said, *r.table['note'][r.table['note'] != '']]), '']
-    expected('comparison_rounds', '\n'.join(texts))
+    assert '\n'.join(texts) == expected('comparison_rounds')
 
 
 def test_rounds_alternate_and_none_always_follows_the_same():
@@ -503,7 +503,7 @@ def test_recommendations(expected):
         best, reason = recommend(table_of(**rows), tolerated)
         changes = '; '.join(f'{name} {changes}' for name, changes in rows.items())
         texts.append(f'# {changes}\n{best}: {reason}\n')
-    expected('recommendations', '\n'.join(texts))
+    assert '\n'.join(texts) == expected('recommendations')
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_text_and_plot(expected):
         ['A note.'],
         dict(zip(losses, map(Contestant, precisions))),
     )
-    expected('comparison', f'{r!r}\n')
+    assert f'{r!r}\n' == expected('comparison')
     assert '<table' in r._repr_html_() and '<code>learn.to_bf16()</code>' in r._repr_html_()
     curves, bars = r.plot()
     assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', *losses]

@@ -141,7 +141,6 @@ class Data(Precision):
 assert learner().to_data(size=5).mixed_precision.precision.size == 5""",
 }
 RUN = """
-import sys; sys.path.insert(0, {path!r})
 import copy, dataclasses, linecache
 from fastxtend_amp import AMPMode
 from fastxtend_amp import Precision
@@ -157,9 +156,5 @@ for name, code in {rows!r}.items():
 
 def test_classes_that_are_written_in_other_ways(tmp_path):
     "In a process of their own, because a registered precision stays."
-    import subprocess, sys
-    from pathlib import Path
-
-    code = RUN.format(folder=str(tmp_path), path=str(Path(__file__).parents[1]), rows=ROWS)
-    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    done = python('-c', RUN.format(folder=str(tmp_path), rows=ROWS))
     assert (done.stdout, done.returncode) == ('', 0), done.stderr[-1500:]

@@ -1,8 +1,5 @@
 "FP8: linear layers compute as torchao's, and the model is a plain one afterwards; rows.py has it in other loops."
 
-import subprocess, sys
-from pathlib import Path
-
 import pytest
 from fastai.learner import load_learner
 
@@ -96,6 +93,7 @@ def test_outside_training():
 
 
 WITHOUT = '''
+import sys
 sys.modules['torchao'] = None
 from fastai.learner import load_learner
 from training.rows import *
@@ -113,8 +111,7 @@ def test_files_load_without_torchao(tmp_path):
     learn.save('model')
     told(lambda: learn.export('export.pkl'))
     torch.save(learn.model(torch.ones(2, 6)), tmp_path / 'expected.pt')
-    script = f'import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})' + WITHOUT.format(path=str(tmp_path))
-    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
+    done = python('-c', WITHOUT.format(path=str(tmp_path)))
     assert 'pip install torchao' in done.stdout, done.stderr
     assert precision_callback(load_learner(tmp_path / 'export.pkl')) is None
 

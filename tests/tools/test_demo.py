@@ -1,14 +1,11 @@
 "The console script `fastxtend_amp_demo`, as a user runs it; test_check.py tests its argument `--device`."
 
-import os, subprocess, sys
-from pathlib import Path
-
 import pandas as pd
 import pytest, torch
 from fastai.learner import Learner
 
 from fastxtend_amp.tools import demo
-from helpers import learner, linear, params, same, set_support
+from helpers import learner, linear, params, python, same, set_support
 
 DEMO = """
 from fastxtend_amp.tools import demo
@@ -19,8 +16,7 @@ demo.main(['--device', 'cpu', '--out', 'picture.png'])
 
 @pytest.mark.slow
 def test_a_file_gets_lines_and_no_warning(tmp_path):
-    env = {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[2]), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, '-c', DEMO], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = python('-W', 'default', '-c', DEMO, cwd=tmp_path)
     out, picture = done.stdout.splitlines(), tmp_path / 'picture.png'
     assert done.returncode == 0 and not done.stderr and '\r' not in done.stdout and 'Warning' not in done.stdout
     assert out[0].startswith('bf16 is ') and max(map(len, out[:-1])) <= 120

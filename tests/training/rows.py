@@ -432,18 +432,8 @@ def by_hand(to='fp32', model='mlp', opt=None, n_acc=None, clip=None, n_forward=1
     return outcome(model, opt, losses, scales, scaler.state_dict())
 
 
-def is_same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(is_same(a[k], b[k]) for k in a)
-    return a == b
-
-
 def differences(a, b):
-    return [name for name in a if not is_same(a[name], b[name])]
+    return [name for name in a if not same(a[name], b[name])]
 
 
 # -- events, and what is open

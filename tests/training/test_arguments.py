@@ -95,7 +95,7 @@ def test_arguments_that_cannot_be_used(expected):
             call(learn)
         assert list(learn.cbs) == before and before[-1].learn is learn
         lines += [f'# {name}', re.sub(' object at 0x[0-9a-f]+', '', f'{e.type.__name__}: {e.value}'), '']
-    expected('arguments', '\n'.join(lines))
+    assert '\n'.join(lines) == expected('arguments')
 
 
 def test_fastais_own_callback_warns_once_while_this_package_is_imported():

@@ -68,7 +68,7 @@ def test_files_of_other_precisions(from_, to, tmp_path):
     learn, new = (after_fits(t, tmp_path, opt='adam') for t in (from_, to))
     learn.save('a')
     assert not told(lambda: new.load('a'), 'The file')
-    assert same(params(new), params(learn)) and same_state(opt_state(new.opt), opt_state(learn.opt))
+    assert same(params(new), params(learn)) and same(opt_state(new.opt), opt_state(learn.opt))
     if to == 'overflowing':
         expected = learn if from_ == to else make(to)
         assert new.mixed_precision.state_dict() == expected.mixed_precision.state_dict()

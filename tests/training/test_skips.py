@@ -280,4 +280,4 @@ def test_what_a_fit_says_of_skipped_steps(expected):
     for name, build in TOLD.items():
         learn = build()
         lines += [f'# {name}', *told(lambda: learn.fit(1, 0.01), 'steps of this fit'), '']
-    expected('skipped_steps', '\n'.join(lines))
+    assert '\n'.join(lines) == expected('skipped_steps')
