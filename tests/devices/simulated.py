@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib, types
 
 import torch
-
-__all__ = ['install', 'is_installed', 'missing_reason', 'options', 'waits']
+from torch.utils._pytree import tree_map
 
 options = types.SimpleNamespace(amp_dtypes=[torch.bfloat16, torch.float16])
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -24,13 +23,6 @@ _FP32 = ('mse_loss', 'cross_entropy_loss', 'layer_norm')
 _WAITS = ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal')
 _libraries: list = []  # operators are registered as long as these live
 _recorders: list[list[str]] = []
-
-
-def missing_reason() -> str | None:
-    "Return why this PyTorch cannot simulate a device; None if it can."
-    if hasattr(torch._C, '_acc'):
-        return None
-    return f'PyTorch {torch.__version__} registers no device from Python; 2.13 does'
 
 
 def is_installed() -> bool:
@@ -94,16 +86,16 @@ def _run(op, *args, **kwargs):
         return op.redispatch(CPU, *args, **kwargs)  # no look at the memory
 
     def down(a):
-        if isinstance(a, (list, tuple)):
-            return [down(x) for x in a]
-        if isinstance(a, torch.Tensor) and not _is_here(a) and a.dim():
-            elsewhere.append(a)
-        if not _is_here(a):
+        if not isinstance(a, torch.Tensor):
             return torch.device('cpu') if isinstance(a, torch.device) else a
+        if not _is_here(a):
+            if a.dim():
+                elsewhere.append(a)
+            return a
         pairs.append((a, _down(a)))
         return pairs[-1][1]
 
-    low, named = down(args), {k: down(v) for k, v in kwargs.items()}
+    low, named = tree_map(down, (args, kwargs))
     if pairs and elsewhere and name != '_copy_from':
         raise RuntimeError(f'Expected all tensors to be on the same device, but found at least two devices ({name})')
     if name in _WAITS or (name == '_copy_from' and len(pairs) == 1):
@@ -114,13 +106,10 @@ def _run(op, *args, **kwargs):
         return args[1]
     out = op(*low, **named)
     for t, h in pairs:  # `out=` and changes in place may have resized them
-        if h.shape == t.shape:
-            continue
-        _set(t, _storage_on_device(h.untyped_storage()), h)
+        if h.shape != t.shape:
+            _set(t, _storage_on_device(h.untyped_storage()), h)
 
     def up(r):
-        if isinstance(r, (list, tuple)):
-            return type(r)(map(up, r))
         if not isinstance(r, torch.Tensor):
             return r
         for t, h in pairs:
@@ -129,7 +118,7 @@ def _run(op, *args, **kwargs):
         of = [t for t, h in pairs if h.untyped_storage()._cdata == r.untyped_storage()._cdata]
         return _up(r, of[0].untyped_storage() if of else None)  # a view, or a new tensor
 
-    return up(out)
+    return tree_map(up, out)
 
 
 def _casting(op, dtype_of):
@@ -191,10 +180,9 @@ def install() -> torch.device:
     kernels.fallback(_run, 'PrivateUse1')
     autocast.fallback(torch.library.fallthrough_kernel, 'AutocastPrivateUse1')
     of_aten = torch.library.Library('aten', 'IMPL', 'AutocastPrivateUse1')
-    low, fp32 = (lambda: torch.get_autocast_dtype('sim')), (lambda: torch.float32)
-    for names, dtype in ((_LOW, low), (_FP32, fp32)):
-        for name in names:
-            of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
+    for name in _LOW + _FP32:
+        dtype = (lambda: torch.get_autocast_dtype('sim')) if name in _LOW else lambda: torch.float32
+        of_aten.impl(name, _casting(getattr(torch.ops.aten, name).default, dtype))
     _libraries.extend((kernels, autocast, of_aten))
     _move_modules_in_place()
     _move_tensors_at_once()

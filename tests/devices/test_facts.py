@@ -1,6 +1,7 @@
-"Facts about a device, and how each precision judges them: NVIDIA's, AMD's and Apple's chips, CPUs, unknown devices."
+"Facts about a device, and how each precision judges them: NVIDIA's, AMD's, Intel's and Apple's chips, CPUs, XLA."
 
-from pathlib import Path
+import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest, torch
@@ -11,103 +12,85 @@ from fastxtend_amp.precisions import fastest_native
 from helpers import *
 
 
-def judged(device):
-    """Return the support for bf16, fp16, TF32 and FP8, what `to_amp()` selects, and why fp16 is judged so.
+def pose(monkeypatch, kind, chip, has_bf16=True):
+    """As if PyTorch found this device: NVIDIA's GPU by compute capability and name, AMD's by its architecture.
 
-    The model is on the CPU: fastai moves it to the device of the DataLoaders when the first fit starts.
+    Apple's chip by its name, a CPU by the relevant flags in /proc/cpuinfo, Intel's GPU by what it lacks.
     """
-    table, learn = precision_support(device).set_index('precision'), learner()
-    learn.dls.device = torch.device(device)
-    cb = precision_callback(learn.to_amp())
-    return [*table.support[['bf16', 'fp16', 'tf32', 'fp8']], cb.precision.name if cb else 'fp32'], table.why['fp16']
-
-
-def as_gpu(monkeypatch, gpu, has_bf16=True):
-    "As if PyTorch found one GPU: NVIDIA's by compute capability and name, or AMD's by its architecture."
-    number, _, name = gpu.partition(' ')
+    number, _, name = chip.partition(' ')
     amd = number.startswith('gfx')
-    for fact, value in dict(
-        is_available=True,
-        device_count=1,
-        get_device_capability=(10, 3) if amd else tuple(map(int, number.split('.'))),
-        get_device_name=name,
-        get_device_properties=type('Properties', (), {'name': name, 'gcnArchName': number if amd else ''}),
-        is_bf16_supported=has_bf16,
-    ).items():
-        monkeypatch.setattr(torch.cuda, fact, lambda *args, value=value, **kwargs: value)
+    capability = tuple(map(int, number.split('.'))) if kind == 'cuda' and not amd else (10, 3)
+    lacks = dict.fromkeys(chip.split(), False)
+    for place, fact, value in [
+        (torch.cuda, 'is_available', kind == 'cuda'),
+        (torch.cuda, 'device_count', 1),
+        (torch.cuda, 'get_device_capability', capability),
+        (torch.cuda, 'get_device_name', name),
+        (torch.cuda, 'get_device_properties', SimpleNamespace(name=name, gcnArchName=number if amd else '')),
+        (torch.cuda, 'is_bf16_supported', has_bf16),
+        (torch.xpu, 'is_available', kind == 'xpu'),
+        (torch.xpu, 'get_device_capability', lacks),
+        (torch.backends.mps, 'is_available', kind == 'mps'),
+        (torch.backends.mps, 'is_macos_or_newer', True),  # PyTorch 2.9 asks
+        (facts, 'apple_chip', chip),
+        (facts, 'cpu_features', frozenset(chip.split())),
+        (facts, 'xla_hardware', chip),
+    ]:
+        monkeypatch.setattr(place, fact, lambda *args, value=value, **kwargs: value)
     monkeypatch.setattr(torch.version, 'hip', '7.0' if amd else None)
+    monkeypatch.setitem(sys.modules, 'torch_xla', None)
 
 
-GPUS = {  # support for bf16, fp16, TF32 and FP8, and what `to_amp()` selects
-    'emulated emulated unsupported emulated fp32': """5.2; 6.1; 7.5 NVIDIA GeForce GTX 1650; 7.5 NVIDIA T600;
-        7.5 NVIDIA GeForce GTX 1660 Ti; 7.5 NVIDIA GeForce MX450; 7.5 NVIDIA T1000 8GB;
-        7.5 Quadro T2000 with Max-Q Design""",
-    'emulated native unsupported emulated fp16': """6.0; 7.5 Tesla T4; 7.5 NVIDIA GeForce RTX 2080 Ti; 7.5 TITAN RTX;
-        7.5 Quadro RTX 5000; gfx900; gfx906; gfx909; gfx90c""",
-    'unsupported native unsupported unsupported fp16': 'gfx1010; gfx1012; gfx1030; gfx1031; gfx1032; gfx1035',
-    'native native unsupported emulated bf16': 'gfx908; gfx90a; gfx90a:sramecc+:xnack-; gfx1100; gfx1201',
-    'native native native emulated bf16': '8.0; gfx940; gfx942; gfx942:sramecc+:xnack-',
-    'native native native native bf16': '8.9; 12.0',
+DEVICES = {  # by the support for bf16, fp16, TF32 and FP8, and what `to_amp()` selects
+    # The last two are Intel's Skylake-SP and AMD's Ryzen 5000.
+    'emulated emulated unsupported emulated fp32': """cuda 5.2; cuda 6.1; cuda 7.5 NVIDIA GeForce GTX 1650;
+        cuda 7.5 NVIDIA T600; cuda 7.5 NVIDIA GeForce GTX 1660 Ti; cuda 7.5 NVIDIA GeForce MX450;
+        cuda 7.5 NVIDIA T1000 8GB; cuda 7.5 Quadro T2000 with Max-Q Design; xla CPU;
+        cpu avx2 avx512f avx512bw avx512vl; cpu avx2 fma f16c""",
+    # The last one is AWS's Graviton2.
+    'emulated native unsupported emulated fp16': """cuda 6.0; cuda 7.5 Tesla T4; cuda 7.5 NVIDIA GeForce RTX 2080 Ti;
+        cuda 7.5 TITAN RTX; cuda 7.5 Quadro RTX 5000; cuda gfx900; cuda gfx906; cuda gfx909; cuda gfx90c;
+        mps Apple M1; mps Apple M1 Pro; mps Apple M2 Ultra; xpu has_bfloat16_conversions; cpu fp asimd fphp asimdhp""",
+    'unsupported native unsupported unsupported fp16': """cuda gfx1010; cuda gfx1012; cuda gfx1030; cuda gfx1031;
+        cuda gfx1032; cuda gfx1035""",
+    # Intel's Cooper Lake or AMD's Ryzen 7000, and Intel's Sapphire Rapids.
+    'native emulated unsupported emulated bf16': """xla TPU; cpu avx512f avx512_vnni avx512_bf16;
+        cpu avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile""",
+    'native unsupported unsupported emulated bf16': 'xpu has_fp64',
+    # The last one is AWS's Graviton3.
+    'native native unsupported emulated bf16': """cuda gfx908; cuda gfx90a; cuda gfx90a:sramecc+:xnack-; cuda gfx1100;
+        cuda gfx1201; mps Apple M3; mps Apple M4 Max; mps Apple M10; mps Apple M12; xpu; xla CUDA;
+        cpu fp asimd fphp asimdhp svebf16 bf16""",
+    'native native native emulated bf16': 'cuda 8.0; cuda gfx940; cuda gfx942; cuda gfx942:sramecc+:xnack-',
+    'native native native native bf16': 'cuda 8.9; cuda 12.0',
 }
 
 
 @pytest.mark.parametrize(
-    'gpu, expected', [(gpu.strip(), expected) for expected, gpus in GPUS.items() for gpu in gpus.split(';')]
+    'device, expected', [(' '.join(d.split()), expected) for expected, ds in DEVICES.items() for d in ds.split(';')]
 )
-def test_gpus(monkeypatch, gpu, expected):
-    as_gpu(monkeypatch, gpu)
-    found, why = judged('cuda')
-    assert found == expected.split() and gpu.partition(' ')[0].partition(':')[0] in why
-    assert {'cpu', 'cuda:0'} <= {*precision_support().device}
-    assert fastest_native(torch.device('cuda'), ['bf16', 'fp16']).name == 'fp32'
+def test_what_a_device_supports_and_what_is_selected(monkeypatch, device, expected):
+    "The model is on the CPU: fastai moves it to the device of the DataLoaders when the first fit starts."
+    kind, _, chip = device.partition(' ')
+    pose(monkeypatch, kind, chip)
+    table, learn = precision_support(kind).set_index('precision'), learner()
+    learn.dls.device = torch.device(kind)
+    cb = precision_callback(learn.to_amp())
+    assert [*table.support[['bf16', 'fp16', 'tf32', 'fp8']], cb.precision.name if cb else 'fp32'] == expected.split()
+    assert fastest_native(torch.device(kind), ['bf16', 'fp16']).name == 'fp32'
+    if kind == 'cuda':
+        assert chip.partition(' ')[0].partition(':')[0] in table.why['fp16']
+        assert {'cpu', 'cuda:0'} <= {*precision_support().device}
 
 
 @pytest.mark.parametrize('gpu', ['gfx1030', '7.5 Tesla T4'])
 def test_a_gpu_where_bf16_would_end_the_process(monkeypatch, gpu):
     "An error before the first batch."
-    as_gpu(monkeypatch, gpu, has_bf16=False)
-    learn = learner()
+    pose(monkeypatch, 'cuda', gpu, has_bf16=False)
+    learn = learner().to_bf16()
     learn.dls.device = torch.device('cuda', 0)
-    with (
-        pytest.raises(ValueError, match=r"(?s)bf16.*'cuda:0'.*use `learn\.to_fp16\(\)`"),
-        learn.to_bf16().amp_context(),
-    ):
+    with pytest.raises(ValueError, match=r"(?s)bf16.*'cuda:0'.*use `learn\.to_fp16\(\)`"), learn.amp_context():
         pass
-
-
-def test_an_intel_gpu_without_fp64_does_not_scale_the_loss(monkeypatch):
-    monkeypatch.setattr(torch.xpu, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.xpu, 'get_device_capability', lambda d=None: {'has_fp64': False, 'has_fp16': True})
-    table = precision_support('xpu').set_index('precision')
-    assert table.support['fp16'] == 'unsupported' and 'float64' in table.why['fp16']
-
-
-CHIPS = {'emulated': ('M1', 'M1 Pro', 'M1 Ultra', 'M2', 'M2 Ultra'), 'native': ('M3', 'M3 Pro', 'M4 Max', 'M10', 'M12')}
-
-
-@pytest.mark.parametrize('bf16, chip', [(bf16, f'Apple {chip}') for bf16 in CHIPS for chip in CHIPS[bf16]])
-def test_apple_chips(monkeypatch, chip, bf16):
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.backends.mps, 'is_macos_or_newer', lambda *version: True)  # PyTorch 2.9 asks
-    monkeypatch.setattr(facts, 'apple_chip', lambda: chip)
-    found, _ = judged('mps')
-    assert found == [bf16, 'native', 'unsupported', 'emulated', 'bf16' if bf16 == 'native' else 'fp16']
-
-
-CPUS = {  # the relevant ones of the flags in /proc/cpuinfo
-    'avx2 avx512f avx512bw avx512vl': 'emulated emulated unsupported emulated fp32',  # Intel Skylake-SP
-    'avx512f avx512_vnni avx512_bf16': 'native emulated unsupported emulated bf16',  # Cooper Lake, Ryzen 7000
-    'avx2 fma f16c': 'emulated emulated unsupported emulated fp32',  # AMD Ryzen 5000
-    'avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile': 'native emulated unsupported emulated bf16',  # Sapphire Rapids
-    'fp asimd fphp asimdhp': 'emulated native unsupported emulated fp16',  # AWS Graviton2
-    'fp asimd fphp asimdhp svebf16 bf16': 'native native unsupported emulated bf16',  # AWS Graviton3
-}
-
-
-@pytest.mark.parametrize('flags', CPUS)
-def test_cpus_by_their_flags(monkeypatch, flags):
-    monkeypatch.setattr(facts, 'cpu_features', lambda: frozenset(flags.split()))
-    assert judged('cpu')[0] == CPUS[flags].split()
 
 
 def test_this_machine(monkeypatch, pytestconfig):
