@@ -160,7 +160,7 @@ before = names()
 import fastxtend_amp
 from fastai.text.learner import LMLearner
 print(names() == before, 'progress_bar' in LMLearner.predict.__globals__)
-import fastai.callback.progress
+from fastai.callback import progress
 print(names() == [*before, 'ProgressCallback'])
 """
 
