@@ -48,7 +48,8 @@ def precision_report(
     with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True):       # a copy has it as well
         report = Learner(dls, model, loss_func).precision_report(dl=drawn, n_batches=n_batches, **kwargs)
     for verdict in report.verdicts.values():
-        for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call).removesuffix(', ')
+        for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call)
+        verdict.call = verdict.call.removesuffix(', ')
     return report
 
 

@@ -164,8 +164,8 @@ class FixedEvaluation:
         state = random_state()
         if not (results := _fp32_results(learn, state)): return
         if not self.n_replaced:
-            alarm = Alarm('a batch is not finite', cb.precision.kind, learn.scaler.get_scale(), 0, (learn.xb, learn.yb),
-                          state)
+            scale, batch = learn.scaler.get_scale(), (learn.xb, learn.yb)
+            alarm = Alarm('a batch is not finite', cb.precision.kind, scale, 0, batch, state)
             self.cause = diagnose(learn, alarm, '')
         vars(learn).update(results)
         self.n_replaced += 1

@@ -103,7 +103,8 @@ def loss_scales(low: Recorder) -> tuple[float, float]:
     Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
     """
     info = torch.finfo(low.kind.dtype)
-    half = [m for n, m in low.fp32.modules.items() if m.grad and n in low.modules and low.modules[n].largest_half]
+    in_half = {n for n, m in low.modules.items() if m.largest_half}
+    half = [m for n, m in low.fp32.modules.items() if m.grad and n in in_half]
     if not half: return 1., 2. ** 24
     most = 2. ** math.floor(math.log2(info.max / max(m.grad for m in half)))
     mean = sum(m.grad_sum for m in half) / sum(m.n_grads for m in half)

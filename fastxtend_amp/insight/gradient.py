@@ -80,5 +80,6 @@ def gradient_distance(
                 squares += float(change[0].norm()) ** 2 * (1 - 1 / found.n)
     if found.lost: return found
     if not squares: raise ValueError('the noise between batches is unknown')
-    found.ratio = float(mean[1].norm()) / math.sqrt(squares / (found.n - 1) / found.n)
+    noise = math.sqrt(squares / (found.n - 1) / found.n)
+    found.ratio = float(mean[1].norm()) / noise
     return found

@@ -76,7 +76,8 @@ class Judge:
         "Keep more modules, or lower the loss scale; return False if there is nothing left to try."
         is_backward = low.not_finite == 'gradient' and not (found or low.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(low): return True
-        new = [*filter(self._can_be_kept, found)] or self._tried(low, next(iter(found), None), is_backward)
+        new = [*filter(self._can_be_kept, found)]
+        if not new: new = self._tried(low, next(iter(found), None), is_backward)
         if new and is_backward: self.scale = self.first_scale    # it was not the scale that failed
         self.keep = [*self.keep, *new]
         return bool(new)

@@ -152,9 +152,10 @@ class _Report:
 
     def _notes(self):
         "Say what else was found, and what was looked at."
-        fp32, gradients = self.whole.fp32, {n: j.gradients for n, j in self.judges.items() if j.gradients}
-        sizes = (largest_value(t) for b in self.whole.batches for t in readable(tensors(b)[:-1]))
-        largest = max(sizes, default=0.)
+        fp32, judges = self.whole.fp32, self.judges.items()
+        gradients = {name: judge.gradients for name, judge in judges if judge.gradients}
+        inputs = (t for batch in self.whole.batches for t in readable(tensors(batch)[:-1]))
+        largest = max(map(largest_value, inputs), default=0.)
         if largest > _LARGE and any(v.flagged for v in self.verdicts.values()):
             yield f'The inputs reach {largest:,.3g}. Normalize them first.'
         yield from self._digits()
@@ -162,7 +163,7 @@ class _Report:
         if fp32.unread:
             yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
                    f'{some(map(named, fp32.unread))}.')
-        for name, judge in self.judges.items():
+        for name, judge in judges:
             if all(low.error for low in judge.runs): continue    # it cannot run
             if not (layers := advised(self.learn, judge.kind).rounding(self.learn.model)): continue
             names = some(map(named, layers))

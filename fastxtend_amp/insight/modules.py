@@ -147,14 +147,17 @@ class Frame:
 
     def _record_merged(self, call, out):
         "Follow whole numbers that fall together in 16 bits through what is computed from them."
-        numbers = [self.merged[address(t)][0] for t in call.inputs if address(t) in self.merged]
-        if call.op.name in _CASTS: numbers += [merged(t, out.dtype) for t in tensors(call.args) if is_plain(t)]
+        numbers = [*map(self._merged_in, call.inputs)]
+        if call.op.name in _CASTS:
+            numbers += [merged(t, out.dtype) for t in tensors(call.args) if is_plain(t)]
         if numbers := next(filter(None, numbers), None):
             for o in readable(out): self.merged[address(o)] = numbers, o
 
+    def _merged_in(self, t): return self.merged.get(address(t), [()])[0]
+
     def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."
-        if address(t) in self.merged and not self.fp32.merged: self.record.merged, _ = self.merged[address(t)]
+        if not self.fp32.merged: self.record.merged = self._merged_in(t) or self.record.merged
         if not self.kind.dtype: return
         t = t.detach()
         error = relative_error(t, self.twins.exact(t))

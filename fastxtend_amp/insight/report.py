@@ -8,6 +8,7 @@ import torch
 
 from ..precisions.fp16 import FP16
 from ..precisions.matching import ROOT
+from ..tensors import HALF
 from .display import Shown
 from .recorder import BACKWARD, LOSS, Recorder
 from .values import rounded
@@ -90,8 +91,10 @@ class PrecisionReport(Shown):
         rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
-        in_fp32 = (self.table['format'] == 'fp32').groupby(self.table['module']).all()[rows['module']]
-        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=colors.where(~in_fp32.values, 'none'))
+        is_fp32 = self.table['format'] == 'fp32'
+        in_fp32 = is_fp32.groupby(self.table['module']).all()[rows['module']]
+        fill = colors.where(~in_fp32.values, 'none')
+        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=fill)
         if 'fp16' in self.verdicts:
             ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
             ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
@@ -131,20 +134,21 @@ def _rows(low, flagged):
     for m in sorted(low.modules.values(), key=lambda m: m.name == LOSS):         # those of a validation may follow it
         fp32, is_flagged = low.fp32.modules.get(m.name, m), (name, m.name) in flagged
         if not (fp32.largest or is_flagged): continue            # it computes nothing
+        format, largest = name if m.is_half else 'fp32', fp32.largest or m.largest
         headroom = limit / m.largest_half if m.largest_half else math.inf
         if m.is_after and m.is_half and not m.failed: headroom = math.nan
-        error, format = math.inf if m.failed else m.error, name if m.is_half else 'fp32'
+        error, grad = math.inf if m.failed else m.error, fp32.grad or math.nan
         underflow = max(m.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
-        yield (name, m.name, m.type, format, fp32.largest or m.largest, headroom, error, fp32.grad or math.nan,
-               underflow, is_flagged)
+        yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
 
 
 def constants_of(runs: list[Recorder], flagged: Flagged) -> pd.DataFrame:
     "Return the table of constants that are lost, in all runs."
-    found = dict.fromkeys((m.name, *c) for low in runs for m in low.modules.values() for c in m.constants)
+    modules = (m for low in runs for m in low.modules.values())
+    found = dict.fromkeys((m.name, *constant) for m in modules for constant in m.constants)
     blamed = {name for _, name in flagged}
-    rows = [(*place, x, rounded(x, torch.float16), rounded(x, torch.bfloat16), place[0] in blamed)
-            for *place, x in found]
+    rows = [(name, line, operator, x, *(rounded(x, dtype) for dtype in HALF), name in blamed)
+            for name, line, operator, x in found]
     return pd.DataFrame(rows, columns=_OF_CONSTANTS)
 
 

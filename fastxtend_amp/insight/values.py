@@ -82,7 +82,8 @@ def largest_value(t: torch.Tensor) -> float:
     largest = max(-low, high)
     if largest < _MASK_FROM: return largest
     if t.numel() > 2 >= len(t.unique()): return 0.
-    others = float(t[t > low / 4].abs().max()) if high > low / 4 else math.inf
+    rest = t[t > low / 4]
+    others = float(rest.abs().max()) if rest.numel() else math.inf
     return others if others * _MASK_GAP < -low else largest
 
 
