@@ -104,10 +104,10 @@ class Judge:
         That is the model's own `forward` or the loss function, which compute in fp32 on fp32 inputs, or a module in
         fp32 that gets rounded values. In a backward pass none is flagged.
         """
+        wrong = ('loss', 'gradient') if is_backward else ('loss',)
         def helps(names):
             run = self._run([*self.keep, *names])
-            is_wrong = run.error or run.not_finite in ('loss', is_backward and 'gradient')
-            return not is_wrong and name not in flagged(run, self.keep)
+            return not run.error and run.not_finite not in wrong and name not in flagged(run, self.keep)
         if not (names := smallest(self._candidates(low), helps)): return []
         helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
         if name in self.reasons: self.reasons[name] += helped
@@ -132,11 +132,7 @@ class Judge:
         for i in distance.lost:
             if all(self.batches[i] is not batch for batch in judged):
                 return self._begin(replace(self.sample, batches=[*judged, self.batches[i]]))
-        if self.reasons: verdict, why = 'keep modules in fp32', some(dict.fromkeys(self.reasons.values()), '; ')
-        else:
-            verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
-            errors = [m.error for m in low.modules.values() if m.error > 0]
-            why = f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
+        verdict, why = self._judged(low, scales)
         if scales:
             margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < scales[1] else ''
             why += f'; loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}'
@@ -148,6 +144,12 @@ class Judge:
             if not names: following = f"learn.compare_precision('{self.kind.name}')"
         return self._say(verdict, why + moves, call=following, modules=modules, scale_range=scales,
                          init_scale=init_scale, error=prediction_error(low))
+
+    def _judged(self, low, scales):
+        if self.reasons: return 'keep modules in fp32', some(dict.fromkeys(self.reasons.values()), '; ')
+        errors = [m.error for m in low.modules.values() if m.error > 0]
+        why = f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
+        return 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far', why
 
     def _scales(self, low):
         "Return the range of loss scales, by what was computed and tried, and where to start if the first is outside."
@@ -161,6 +163,7 @@ class Judge:
         return (least, most), int(scale) if scale >= 1 else scale
 
     def _distance(self, keep, scale):
+        "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
         self.before_run()
         try: found = gradient_distance(self.learn, self.batches, self.kind, keep, scale)
@@ -170,8 +173,9 @@ class Judge:
 
     def _moved(self, far, low, scale): # `far`: nan if unknown
         "Return the modules that bring a mean gradient near to that in fp32, and how far it is, for the reason."
+        if math.isnan(far): return [], ''
         moves = f'; rounding moves the mean gradient by {far:.2g} of its standard error over batches'
-        if not far >= _LARGE: return [], f'{moves}; from {_LARGE} on it may matter' if far < _LARGE else ''
+        if far < _LARGE: return [], f'{moves}; from {_LARGE} on it may matter'
         if far == math.inf: moves = '; gradients of some batches are finite only in fp32'
         tried = self._candidates(low)
         names = smallest(tried, lambda names: self._distance([*self.keep, *names], scale).ratio < _SMALL)

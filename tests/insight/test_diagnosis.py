@@ -282,19 +282,16 @@ class FromTheModel(Learner):
         self.pred = self.model(*self.xb[:1])
         self('after_pred')
         self.loss_grad = self.model(self.xb[0]).mean() * self.factor  # autocast returns it in bf16
-        if self.sets_both:
-            self.loss = self.loss_grad.clone()
         self('after_loss')
         if self.training:
             self._do_grad_opt()
 
 
-@pytest.mark.parametrize('sets_both', [True, False])
-def test_a_loss_of_the_models_own_is_fp32_and_watched(sets_both):
+def test_a_loss_of_the_models_own_is_fp32_and_watched():
     dls, dtypes = loaders(), set()
     dls.n_inp = dls.train.n_inp = dls.valid.n_inp = 2  # there are no targets
     learn = learner(linear(), dls, cls=FromTheModel).to_bf16()
-    learn.sets_both, learn.factor = sets_both, 1.0
+    learn.factor = 1.0
     learn.add_cb(At('after_loss', lambda l: dtypes.add(l.loss_grad.dtype), 20))
     assert not said(learn, lr=1e-3) and dtypes == {torch.float32}
     learn.factor = float('nan')
