@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ..precisions.matching import covers, qualified_names
-from .recorder import Recorder
+from .recording import Recording
 from .report import named, some
 from .values import n_nan_or_inf, readable, relative_error, rounded
 
@@ -18,7 +18,7 @@ NO_AUTOCAST = '`with torch.autocast(x.device.type, enabled=False)`'
 
 # -- in fp32
 
-def wrong_in_fp32(fp32: Recorder, batches: object) -> str:
+def wrong_in_fp32(fp32: Recording, batches: object) -> str:
     """Describe what is wrong in fp32 as well; '' if nothing is.
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
@@ -31,7 +31,7 @@ def wrong_in_fp32(fp32: Recorder, batches: object) -> str:
     return f'the {fp32.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
 
 
-def not_fp32(fp32: Recorder) -> str:
+def not_fp32(fp32: Recording) -> str:
     "Describe products in 16 bits in the fp32 run; '' if there are none."
     own = [f'{named(n)} ({m.half_line})' for n, m in fp32.modules.items() if m.half_line]
     return f'{some(own)} multiplies in 16 bits, by an autocast or a cast of its own' if own else ''
@@ -48,7 +48,7 @@ def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 
 # -- in 16 bits
 
 def flagged(
-    low: Recorder,
+    low: Recording,
     keep: list[str], # Modules in fp32, which cannot be kept there again for being close to overflow
 ) -> dict[str, str]:
     "Return the modules to flag for their forward pass, and why, in execution order."
@@ -85,7 +85,7 @@ def _lost(kind, line, operator, value):
 
 
 def failing(
-    low: Recorder, # That ended with an error
+    low: Recording, # That ended with an error
     model: nn.Module,
 ) -> dict[str, str]:
     "Return the modules of the type that raised the error, and why."
@@ -97,7 +97,7 @@ def failing(
     return dict.fromkeys(alike or [name], why)
 
 
-def loss_scales(low: Recorder) -> tuple[float, float]:
+def loss_scales(low: Recording) -> tuple[float, float]:
     """Return the lowest loss scale without underflow, and the highest without overflow.
 
     Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
@@ -112,7 +112,7 @@ def loss_scales(low: Recorder) -> tuple[float, float]:
     return min(max(least, min(1., most / MARGIN)), most), most
 
 
-def prediction_error(low: Recorder) -> float: # nan if unknown
+def prediction_error(low: Recording) -> float: # nan if unknown
     "Return the relative difference of predictions from those in fp32, of the batch with the largest."
     pairs = zip(low.predictions, low.fp32.predictions)
     errors = (relative_error(p, exact) for p, exact in pairs if p.shape == exact.shape)

@@ -11,7 +11,7 @@ from ..precisions.matching import ROOT, covers, qualified_names
 from .candidates import advised, call, own_precision
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, failing, flagged, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
-from .recorder import Recorder
+from .recording import Recording
 from .report import Verdict, named, some
 from .runs import Sample
 
@@ -49,7 +49,7 @@ class Judge:
     def _begin(self, sample):
         self.sample, self.keep, self.scale = sample, self.kept, self.first_scale
         self.reasons = dict[str, str]()                          # by module, in the order found
-        self.runs = list[Recorder]()
+        self.runs = list[Recording]()
 
     def verdict(self) -> Verdict: # Its `call` is empty if another precision has to be used
         "Search until nothing is flagged, or nothing helps."

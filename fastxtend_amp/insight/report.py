@@ -10,7 +10,7 @@ from ..precisions.fp16 import FP16
 from ..precisions.matching import ROOT
 from ..tensors import HALF
 from .display import Shown
-from .recorder import BACKWARD, LOSS, Recorder
+from .recording import BACKWARD, LOSS, Recording
 from .values import rounded
 
 MANY = 4                # modules or reasons that a sentence names; it counts the others
@@ -121,9 +121,9 @@ _COLUMNS = 'precision module type format largest headroom error grad underflow f
 _OF_CONSTANTS = 'module line operator constant fp16 bf16 flagged'.split()
 
 
-def table_of(runs: list[Recorder], flagged: Flagged) -> pd.DataFrame:
+def table_of(runs: list[Recording], flagged: Flagged) -> pd.DataFrame:
     "Return the table of modules, from the first run of each precision that has no error."
-    first = dict[str, Recorder]()
+    first = dict[str, Recording]()
     for low in runs:
         if not low.error: first.setdefault(low.kind.name, low)
     return pd.DataFrame((row for low in first.values() for row in _rows(low, flagged)), columns=_COLUMNS)
@@ -142,7 +142,7 @@ def _rows(low, flagged):
         yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
 
 
-def constants_of(runs: list[Recorder], flagged: Flagged) -> pd.DataFrame:
+def constants_of(runs: list[Recording], flagged: Flagged) -> pd.DataFrame:
     "Return the table of constants that are lost, in all runs."
     modules = (m for low in runs for m in low.modules.values())
     found = dict.fromkeys((m.name, *constant) for m in modules for constant in m.constants)

@@ -1,6 +1,6 @@
 """Runs of batches in the training loop of a copied learner, in fp32 or a lower precision; no step is taken.
 
-`recorder.py` follows the modules, and `modules.py` their operators.
+`recording.py` follows the modules, and `modules.py` their operators.
 """
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_fp32
 from .operators import unwatched
 from .random_states import RandomState, set_random_state
-from .recorder import LOSS, Recorder
+from .recording import LOSS, Recording
 from .values import has_finite_results, readable
 
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
@@ -51,26 +51,26 @@ class Sample:
         kind: type[Precision] = Precision,
         keep: Sequence[str] = (), # Modules kept in fp32
         scale: float = 1., # The loss scale, for fp16
-    ) -> Recorder:
+    ) -> Recording:
         """Run the batches forward and backward in a copy, in its own loop with its callbacks; record each module.
 
         Then they run as in validation, unless that fails in fp32 as well: first without hooks, with which some modules
         of PyTorch use other kernels, and again with them if the results are finite only in fp32.
         """
         fp32, batches, in_batch = self.fp32, self.batches, self.state is not None
-        found, where, run_one = Recorder(kind, fp32), '', run_again if in_batch else run_batch
+        found, where, run_one = Recording(kind, fp32), '', run_again if in_batch else run_batch
         try:
             with running_copy(self.learn, kind, keep, scale, in_batch) as copy:
                 reader = BackwardOnly(found.record_gradients, found.record_loss)
                 set_random_state(self.state or [])
                 for i, batch in enumerate(batches):
-                    with found.recording(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
+                    with found.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
                 if in_batch or (fp32 and fp32.error): return found
                 where, found.failed_in = ' (in validation)', ROOT
                 found.validates = _validates(copy, batches, found.predictions)
                 if fp32 and fp32.validates and not found.validates:
                     found.not_finite = 'loss'
-                    with found.recording(copy.model): _validates(copy, batches, [])
+                    with found.of_batch(copy.model): _validates(copy, batches, [])
         except torch.OutOfMemoryError: raise
         except Exception as e:
             if kind is Precision and not where: raise
@@ -164,7 +164,7 @@ def _linear(rounded, layer, x):
 
 
 def _copy(rounded, t, is_gradient=False):
-    "Return `t` rounded. To autograd, and to a recorder, it is a plain copy."
+    "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
     copy = t.clone()
     with unwatched(), torch.no_grad(): copy.copy_(rounded(t, is_gradient))
     return copy

@@ -1,4 +1,4 @@
-"""Records batches: hooks keep a stack of the running modules, and a dispatch mode sees each operator in them.
+"""The recording of batches: hooks keep a stack of the running modules, and a dispatch mode sees each operator in them.
 
 What an operator shows belongs to the innermost module (or the model itself), or to the loss function.
 """
@@ -24,8 +24,8 @@ LOSS = 'loss function'  # its name among the modules; includes callbacks after t
 BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
 
 
-class Recorder(TorchDispatchMode):
-    "Recorder of some batches in one precision, each from its forward pass to its gradients."
+class Recording(TorchDispatchMode):
+    "What some batches show in one precision, each from its forward pass to its gradients."
     not_finite = ''                                              # 'loss', or 'gradient' if no loss was
     validates = False                                            # with finite results
     error = ''                                                   # why it ended: the text of an exception
@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self,
         kind: type[Precision] = Precision,
-        fp32: Recorder | None = None, # In a lower precision: the records in fp32
+        fp32: Recording | None = None, # In a lower precision: the recording in fp32
     ):
         super().__init__()
         self.kind = kind
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         self.unread = dict[str, None]()                          # modules whose values could not be read
 
     @contextmanager
-    def recording(self, model: nn.Module) -> Iterator[None]:
+    def of_batch(self, model: nn.Module) -> Iterator[None]:
         "Record a batch of `model` in this context."
         self.frames = list[Frame]()                              # of the running modules, inside the loss function
         self.in_backward, self.failed_in = False, LOSS           # until a module raises
