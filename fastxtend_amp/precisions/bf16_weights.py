@@ -4,7 +4,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
 
 class BF16Weights(BF16):
     "bf16 autocast whose linear and convolutional layers have bf16 weights during a fit; see `HalfWeights`."
-    def __init__(self, *, fp32_modules: Any = None):
-        super().__init__(fp32_modules=fp32_modules)
-        self.lowered = _Lowered()
+    lowered: Any = None                                          # the weights, in a fit
 
     def prepare(self, learn: Learner) -> None: pass              # weights that are 16-bit already may stay so
 
@@ -31,10 +28,12 @@ class BF16Weights(BF16):
         _check(learn.model, learn.opt)
         allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        return [self.lowered.of(learn.opt, params)]
+        self.lowered = _Lowered(learn.opt.opt, dict.fromkeys(params))
+        return [self.lowered]
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
-        with self.lowered.stepping(learn.opt): step()
+        step()
+        self.lowered.after_step()
 
 
 def _check(model: nn.Module, opt: Any) -> None: # The learner's
@@ -45,10 +44,8 @@ def _check(model: nn.Module, opt: Any) -> None: # The learner's
                          "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
                          "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
     inner = getattr(opt, 'opt', None)
-    packages = {cls.__module__.partition('.')[0] for cls in type(inner).__mro__}
-    groups = getattr(inner, 'param_groups', [])
-    if 'optimi' in packages and all(g.get('kahan_sum') is not False for g in groups): return
-    if 'torchao' in packages and getattr(inner, 'bf16_stochastic_round', False): return
+    has_summation = all(g.get('kahan_sum', False) is not False for g in getattr(inner, 'param_groups', [{}]))
+    if has_summation or getattr(inner, 'bf16_stochastic_round', False): return       # optimi's, torchao's
     raise ValueError(f"master_weights=False cannot be used with {optimizer_name(opt)}, which does not compensate for "
                      "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
@@ -71,45 +68,33 @@ def _weights_to_lower(
 class _Lowered:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    A weight is the sum of the parameter and its Kahan compensation, also in files saved during a fit. Until the
-    optimizer has taken a step, and so has a compensation, the rest that rounding took is kept here: training that ends
-    before that changes nothing. A copy that is made meanwhile is in fp32.
+    A weight is the sum of the parameter and its Kahan compensation in the optimizer's state, also in files saved during
+    a fit. The optimizer creates the compensation in its first step: until then what rounding took is kept here, and
+    training that ends before that changes nothing. A copy that is made meanwhile is in fp32.
     """
-    def __init__(self):
-        self.opt: Any = None
-        self.rest: dict[nn.Parameter, torch.Tensor | None] = {}  # what rounding took; empty outside
+    def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; by parameter
+        self.opt, self.rest = opt, rest
 
     def __deepcopy__(self, memo: dict) -> _Lowered:
-        new = memo[id(self)] = _Lowered()
-        new.opt, new.rest = copy.deepcopy((self.opt, self.rest), memo)
+        new = _Lowered(*copy.deepcopy((self.opt, self.rest), memo))
         new.__exit__()
         return new
 
-    def of(self, opt: Any, params: list[nn.Parameter]) -> _Lowered:
-        self.opt, self.rest = opt, dict.fromkeys(params)
-        return self
-
     def __enter__(self) -> None:
         for p in self.rest: self._convert(p, torch.bfloat16)
+
+    def after_step(self) -> None:
+        "Add what is kept of a parameter to the compensation that its first step has created."
+        for p, rest in self.rest.items():
+            if rest is not None and self.opt.state.get(p): self._convert(p, torch.bfloat16)
 
     def __exit__(self, *args: object) -> None:
         for p in self.rest: self._convert(p, torch.float32)
         self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
 
-    @contextmanager
-    def stepping(self, opt: Any):
-        "Add what is kept of a parameter to the compensation that its first step creates."
-        self.opt = opt                                           # which a callback may have exchanged
-        yield
-        for p, rest in self.rest.items():
-            if rest is not None and self._state(p): self._convert(p, torch.bfloat16)
-
-    def _state(self, p: nn.Parameter) -> dict[str, Any]:
-        return getattr(getattr(self.opt, 'opt', None), 'state', {}).get(p, {})
-
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
         "Convert a parameter, its gradient and its state. What rounding takes is the compensation, or is kept here."
-        state = self._state(p)
+        state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         exact: Any = p.data.float()
