@@ -21,20 +21,10 @@ def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_bf16' on 
     return frozenset(features)
 
 
-def cuda_capability(device: torch.device) -> tuple[int, int]: # Such as (8, 0) for an A100
-    "Return the compute capability of an NVIDIA GPU."
-    return torch.cuda.get_device_capability(device)
-
-
 def amd_architecture(device: torch.device) -> str | None: # Such as 'gfx942' for an MI300X; None on NVIDIA
     "Return the architecture of an AMD GPU, PyTorch's `gcnArchName` without its flags."
     if not torch.version.hip: return None
     return getattr(torch.cuda.get_device_properties(device), 'gcnArchName', '').partition(':')[0]
-
-
-def gpu_name(device: torch.device) -> str: # Such as 'NVIDIA GeForce GTX 1650'
-    "Return a GPU's name."
-    return torch.cuda.get_device_name(device)
 
 
 @lru_cache
@@ -43,11 +33,6 @@ def apple_chip() -> str: # Such as 'Apple M1 Pro'; '' if the system does not say
     command = ['sysctl', '-n', 'machdep.cpu.brand_string']
     try: return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError: return ''
-
-
-def xpu_capability(device: torch.device) -> dict[str, Any]:
-    "Return what PyTorch knows about an Intel GPU."
-    return torch.xpu.get_device_capability(device)
 
 
 def xla_hardware() -> str: # Such as 'TPU', 'CUDA' or 'CPU'
@@ -67,8 +52,8 @@ def missing(device: torch.device) -> str: # Such as 'PyTorch finds no CUDA devic
 
 def all_devices() -> list[torch.device]:
     "Return this machine's devices, and XLA's if torch_xla is imported."
-    kind = torch.accelerator.current_accelerator()
-    found = [f'{kind.type}:{i}' for i in range(torch.accelerator.device_count())] if kind is not None else []
+    gpu = torch.accelerator.current_accelerator()
+    found = [f'{gpu.type}:{i}' for i in range(torch.accelerator.device_count())] if gpu is not None else []
     if 'torch_xla' in sys.modules: found.append('xla')
     return [torch.device(name) for name in ['cpu', *found]]
 

@@ -9,14 +9,13 @@ from fastai.text.learner import TextLearner
 from fastai.torch_core import get_model
 
 from ..tensors import map_tensors
-from ..training.checkpoint import put_over
+from ..training.checkpoint import wrap_method
 
 
 def convert_files(
     applies: Callable[[Learner], bool], # Whether a learner needs it
     to_file: Callable[..., Any], # Returns what to write for a tensor of a state; called in every process
     load: Callable[..., Learner], # As `Learner.load`, after the original of it; for learners to which it applies
-    when: Callable[[], bool] | None = None, # Whether to ask `applies`
 ) -> None:
     "Wrap `Learner.save` and `Learner.load`."
     def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any:
@@ -31,5 +30,5 @@ def convert_files(
     def load_if(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Learner:
         return load(original, self, *args, **kwargs) if applies(self) else original(self, *args, **kwargs)
 
-    put_over(Learner, 'save', save, when)
-    for cls in (Learner, TextLearner): put_over(cls, 'load', load_if, when)
+    wrap_method(Learner, 'save', save)
+    for cls in (Learner, TextLearner): wrap_method(cls, 'load', load_if)

@@ -55,4 +55,4 @@ def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: An
 
 
 if distributed.is_available():                                   # a mesh of devices needs `torch.distributed`
-    convert_files(lambda learn: is_sharded(learn.model), _whole, _load, when=distributed.is_initialized)
+    convert_files(lambda learn: distributed.is_initialized() and is_sharded(learn.model), _whole, _load)

@@ -19,8 +19,7 @@ from torch import nn
 
 from ..learners import model_device, optimizer_params, training_device
 from ..tensors import map_tensors
-from ..training.checkpoint import put_over
-from ..training.optimizers import DEVICE_SKIPS
+from ..training.checkpoint import wrap_method
 from .files import convert_files
 
 
@@ -121,28 +120,6 @@ def _check_backward(device: torch.device) -> None:
                            "Restart Python, and create it first: `import torch_xla; torch_xla.device()`.") from e
 
 
-# -- torch_xla's optimizers that skip a step by a flag
-
-class SyncFreeStep:
-    "The step of a sync-free optimizer, which accepts the flag (docs.pytorch.org/xla/master/perf/amp.html)."
-    def __init__(self, opt: Any): self.opt = opt
-
-    def mark(self, found_inf: torch.Tensor) -> None:
-        "Pass the flag to `step`, which then needs two tensors (2.9) that other steps do not put on the device."
-        for p, state in self.opt.state.items():
-            if not state: continue
-            state['step'] = torch.as_tensor(state.get('step', 1.)).to(p.device)   # SGD's is not there
-            state.setdefault('max_exp_avg_sq', torch.empty(0, device=p.device))   # Adam's is not there
-        self.opt.step = partial(type(self.opt).step, self.opt, found_inf=found_inf)
-
-    def unmark(self) -> None: vars(self.opt).pop('step', None)
-
-
-def _sync_free(opt: Any, params: list[nn.Parameter]) -> SyncFreeStep | None:
-    "Return the step of one of those optimizers, known by the name of their module (torch_xla 1.8 to 2.9)."
-    return SyncFreeStep(opt) if type(opt).__module__.startswith('torch_xla.amp.syncfree') else None
-
-
 # -- checkpoints and exports
 
 def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +143,5 @@ def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: An
 
 # CPU tensors, which every machine and `weights_only` loading can read.
 convert_files(_uses_xla, torch.Tensor.cpu, _load)
-DEVICE_SKIPS.append(_sync_free)
-put_over(TrainEvalCallback, 'before_fit', _before_fit)
-put_over(Learner, 'export', _export)
+wrap_method(TrainEvalCallback, 'before_fit', _before_fit)
+wrap_method(Learner, 'export', _export)

@@ -52,53 +52,32 @@ def kahan(
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 
-    Raises `ValueError` for other optimizers, `TypeError` for arguments that `opt` does not have, and `ImportError`
-    without torch-optimi.
+    Raises `AttributeError` for other names, `TypeError` for other classes and for arguments that `opt` does not have,
+    and `ImportError` without torch-optimi.
 
     Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
-    cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
-    if not (isinstance(cls, type) and cls.__module__.startswith('optimi.')):
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers. Use one of those at "
-                         "https://optimi.benjaminwarner.dev/optimizers, such as 'AdamW'.")
-    inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError` for other arguments
+    cls = getattr(optimi, opt) if isinstance(opt, str) else opt
     # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
-    hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
+    inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError`, also for torch's optimizers
+    hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)
 
 
 # -- optimizers that skip a step on the device
 
-class FlaggedStep:
-    "The step of torch's fused Adam, AdamW or SGD, which has no effect if the flag `found_inf` is 1."
-    def __init__(self, opt: Any): self.opt = opt
-    def mark(self, found_inf: torch.Tensor) -> None: self.opt.grad_scale, self.opt.found_inf = None, found_inf
-    def unmark(self) -> None:
-        for name in ('grad_scale', 'found_inf'): vars(self.opt).pop(name, None)
-
-
-def _fused(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
-    """Return the step of `opt` if it is torch's fused optimizer and a skipped step would leave no trace; else None.
+def skips_on_device(opt: Any, params: list[nn.Parameter]) -> bool: # The learner's; those with gradients
+    """Return whether the next step is one of torch's fused kernels, which have no effect if `opt.opt.found_inf` is 1.
 
     A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
     (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
     """
-    if type(opt) not in FUSED.values() or not getattr(opt, '_step_supports_amp_scaling', False): return None
-    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return None
-    has_state = all(map(opt.state.get, params))
-    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.param_groups)
-    return FlaggedStep(opt) if has_state or is_plain_sgd else None
-
-
-# Each gets torch's optimizer and the parameters with gradients, and returns a `FlaggedStep` or None.
-DEVICE_SKIPS: list[Callable[[Any, list[nn.Parameter]], Any]] = [_fused]
-
-
-def flagged_step(opt: Any, params: list[nn.Parameter]) -> FlaggedStep | None:
-    "Return what skips a step of the learner's optimizer on the device; None if the host has to."
-    found = [find(opt.opt, params) for find in DEVICE_SKIPS] if type(opt) is OptimWrapper else []
-    return next(filter(None, found), None)
+    if type(opt) is not OptimWrapper or type(opt.opt) not in FUSED.values(): return False
+    if not getattr(opt.opt, '_step_supports_amp_scaling', False): return False
+    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return False
+    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.opt.param_groups)
+    return is_plain_sgd or all(map(opt.opt.state.get, params))

@@ -1,4 +1,4 @@
-"""What only XLA needs: moves in place, one graph a batch, sync-free optimizers, replicas. See also test_accelerator.py.
+"""What only XLA needs: moves in place, one graph a batch, replicas. See also test_accelerator.py.
 
 On XLA's CPU device: `pip install torch==2.9.0 torchvision==0.24.0 torch_xla==2.9.0`, and `PJRT_DEVICE=CPU`.
 """
@@ -37,12 +37,6 @@ def close(a, b, tol):
 
 def ours(learn):
     return [cb for cb in learn.cbs if type(cb).__name__ == 'XLADevice']
-
-
-def sync_free(name, **kwargs):
-    import torch_xla.amp.syncfree as sf
-
-    return partial(OptimWrapper, opt=partial(getattr(sf, name), **kwargs))
 
 
 def test_other_devices_do_not_import_torch_xla_which_then_comes_too_late():
@@ -145,10 +139,10 @@ def counts():
     return torch.tensor([*(met.counter_value(name) or 0 for name in names), copied])
 
 
-@pytest.mark.parametrize('mode, opt, reads', [('bf16', 'adam', 0), ('fp16', 'adam', 1), ('fp16', 'sync-free', 0)])
-def test_nothing_is_compiled_after_two_fits_and_only_fp16_reads(mode, opt, reads):
+@pytest.mark.parametrize('mode, reads', [('bf16', 0), ('fp16', 1)])
+def test_nothing_is_compiled_after_two_fits_and_only_fp16_reads(mode, reads):
     def of_epochs(mode, *numbers):  # one learner at a time: a graph holds what is put off in all
-        learn = build(mode, sync_free('Adam') if opt == 'sync-free' else opt)
+        learn = build(mode, 'adam')
         for n in numbers:
             before = counts()
             learn.fit(n, 0.01), learn.get_preds()
@@ -161,30 +155,6 @@ def test_nothing_is_compiled_after_two_fits_and_only_fp16_reads(mode, opt, reads
 
     _, read, synced, copied = (of_two_epochs(mode) - of_two_epochs('fp32')).tolist()
     assert (read, synced, copied) == (reads * 12, 0, reads * 12 + 2 * (mode == 'fp16'))  # the history, once an epoch
-
-
-@pytest.mark.parametrize('name, skips, options', [('SGD', (0, 1), {'momentum': 0.9}), ('Adam', (3, 5), {})])
-def test_sync_free_optimizers_skip_as_the_host_would(name, skips, options, tmp_path):
-    "From the first step on; with a state of steps without a flag, as those in fp32; with one from a file."
-    found = []
-    for opt in (sync_free(name, **options), partial(OptimWrapper, opt=partial(getattr(torch.optim, name), **options))):
-        cancelled, weights = [], []
-        cbs = [
-            spoil_at(*skips),
-            At('after_cancel_step', lambda l: cancelled.append(1), 20),
-            At('after_batch', lambda l: l.training and weights.append(host(l)), 70),
-        ]
-        learn = build('fp16', opt, model=smooth(), path=tmp_path)
-        for mode in ('fp16', 'fp32', 'fp16', 'fp16'):
-            getattr(learn, f'to_{mode}')(**(dict(init_scale=256.0) if mode == 'fp16' else {}))
-            learn.fit(1, 0.01, cbs=cbs if mode == 'fp16' else None, reset_opt=mode == 'fp32')
-            assert mode == 'fp32' or learn.mixed_precision.skips == [i in skips for i in range(6)]
-            learn.load(learn.save('a').stem)
-        found.append((weights, len(cancelled)))
-    (by_device, none), (by_host, n) = found
-    assert (none, n) == (0, 3 * len(skips)) and len(by_device) == 18
-    assert all(close(a, b, 1e-4) for a, b in zip(by_device, by_host))
-    assert all(same(by_device[i], by_device[i - 1]) for i in {*skips} - {0})
 
 
 # -- files
