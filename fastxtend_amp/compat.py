@@ -12,7 +12,8 @@ from torch import nn
 from torch._functorch import config
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: F401  since 1.13
 
-COMPILED_NAME = '_orig_mod'  # of the module inside what `torch.compile(module)` gives; since 2.0
+# Of the module inside what `torch.compile(module)` gives (since 2.0); without it a compiled model counts as one module.
+COMPILED_NAME = '_orig_mod'
 
 
 @contextmanager
@@ -51,22 +52,13 @@ def around_backward(loss: torch.Tensor, before: Callable[[], None], after: Calla
     loss.register_hook(begin)
 
 
-def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside what `torch.compile(module)` gave; None for any other module.
-
-    Relies on `OptimizedModule._orig_mod` (since 2.0); without it a compiled model counts as one module.
-    """
-    inner = getattr(module, COMPILED_NAME, None)
-    return inner if isinstance(inner, nn.Module) else None
-
-
 def is_compiled(model: nn.Module) -> bool:
     """Return whether `torch.compile` compiles `model` or a module in it.
 
     Relies on `Module._compiled_call_impl` (2.2), which `Module.compile` sets. A function that a model compiles for
     itself is not seen.
     """
-    return any(compiled_module(m) is not None or getattr(m, '_compiled_call_impl', None) for m in model.modules())
+    return any(hasattr(m, COMPILED_NAME) or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
 # Makes a context in which models are compiled with the backward pass that they have uncompiled: AOTAutograd traces it

@@ -5,7 +5,7 @@ from fastcore.basics import patch
 
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
-from ..training.scaling import StepHistory
+from ..training.history import StepHistory
 
 
 class PrecisionMetric(Metric):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from fastai.learner import Learner
-from fastai.torch_core import default_device, ismin_torch
+from fastai.torch_core import ismin_torch
 from fastcore.foundation import L
 from torch import nn
 from torch.amp import GradScaler
@@ -59,8 +59,7 @@ def find_precision(
     if word == Precision.name: return Precision
     if word in PRECISIONS: return PRECISIONS[word]
     if word in _CALLS: raise ValueError(f'{name!r} is not a precision. Call `learn.{_CALLS[word]}`.')
-    raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}; "
-                     "`MixedPrecision` also accepts 'auto'.")
+    raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}.")
 
 
 # -- precisions
@@ -74,8 +73,8 @@ class Support(NamedTuple):
 class Precision:
     """Plain fp32, and the base class of every other precision.
 
-    A precision belongs to one `MixedPrecision` callback. Two precisions are equal if class and arguments are, and
-    `repr` is the call that selects it: `learn.to_bf16(fp32_modules=['head'])`.
+    Two precisions are equal if class and arguments are, and `repr` is the call that selects it:
+    `learn.to_bf16(fp32_modules=['head'])`. A callback uses a copy of the precision that it is given.
     """
     name: ClassVar[str] = 'fp32' # In calls, tables and files
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
@@ -88,7 +87,6 @@ class Precision:
     arguments: dict[str, Any] # Of the constructor, by name, defaults included
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
-    in_use = False # True if a callback owns it
     scales_loss: ClassVar[bool] = False # Whether gradients underflow without loss scaling
 
     def __init_subclass__(cls) -> None:
@@ -102,6 +100,7 @@ class Precision:
         PRECISIONS[cls.name] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
+        for name in kwargs.keys() & PRECISIONS: raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         self, defaults = super().__new__(cls), defaults_of(cls)
         given = {**dict(zip(defaults, args)), **kwargs}
         arguments = {**defaults, **{name: unshared(value) for name, value in given.items()}}
@@ -128,7 +127,6 @@ class Precision:
         return isinstance(other, Precision) and type(self) is type(other) and self.arguments == other.arguments
     def __hash__(self) -> int: return hash(type(self))
 
-    def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'in_use': False}   # a copy has no owner yet
     def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
 
     @property
@@ -248,11 +246,11 @@ def cpu_support(
 
 
 def xla_support(
-    *hardware: str, # What has the precision, of 'TPU', 'CUDA' and 'ROCM'
+    *native: str, # The hardware that has the precision: 'TPU', 'CUDA' or 'ROCM'
 ) -> Support:
     "Return how the hardware behind XLA runs a precision."
-    kind = facts.xla_hardware()
-    return Support('native' if kind in hardware else 'emulated', f'XLA on {kind}')
+    hardware = facts.xla_hardware()
+    return Support('native' if hardware in native else 'emulated', f'XLA on {hardware}')
 
 
 def fastest_native(
@@ -264,49 +262,19 @@ def fastest_native(
     return next((cls for cls in left if cls.support(device).status == 'native'), Precision)
 
 
-# -- a precision with arguments
-
-def constructed(
-    call: str, # What the user called, for an error
-    cls: type[Precision],
-    *args: Any,
-    **kwargs: Any
-) -> Precision:
-    "Return the precision with these arguments. Raises a `TypeError` that names the call for one that it does not have."
-    try: inspect.signature(cls.__init__).bind(None, *args, **kwargs)
-    except TypeError as e:
-        named = next((f'. Call `learn.to_{name}()`' for name in kwargs if name in PRECISIONS), '')   # `bf16=True`
-        raise TypeError(f'{call}: {e}{named}') from None
-    return cls(*args, **kwargs)
-
+# -- what `to_amp` selects, and what several precisions use
 
 def automatic_precision(
-    call: str, # What the user called, for an error
     device: torch.device,
-    arguments: dict[str, Any], # Of precisions that it may select; those of the others have no effect, but are checked
+    **arguments: Any, # Of precisions that it may select; those of the others have no effect, but are checked
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
-    "Return the precision that `to_amp` selects for `device`."
+    "Return the fastest precision that `device` runs natively, with these arguments."
     classes: list[type[Precision]] = [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]
-    built, unknown = dict[type[Precision], Precision](), {*arguments}
-    for cls in classes:
-        known = arguments.keys() & parameters_of(cls)
-        built[cls] = cls(**{name: arguments[name] for name in known})
-        unknown -= known
-    for name in unknown: constructed(call, Precision, **{name: arguments[name]})   # raises
+    accepted = {cls: arguments.keys() & parameters_of(cls) for cls in classes}
+    unknown = arguments.keys() - set().union(*accepted.values())
+    Precision(**{name: arguments[name] for name in unknown})     # raises `TypeError`
+    built = {cls: cls(**{name: arguments[name] for name in names}) for cls, names in accepted.items()}
     return built[fastest_native(device)]
-
-
-def precision_from(amp_mode: Any, args: tuple, kwargs: dict[str, Any]) -> Precision:
-    "Return the precision that `amp_mode` names, with these arguments."
-    if isinstance(amp_mode, Precision):
-        if not args and not kwargs: return amp_mode
-        kind = type(amp_mode).__name__
-        raise TypeError(f'{kind} is constructed already. Pass its arguments to `{kind}(...)`, or give the name '
-                        f'{amp_mode.name!r}.')
-    call = f"MixedPrecision({getattr(amp_mode, 'value', amp_mode)!r})"
-    if amp_mode != 'auto': return constructed(call, find_precision(amp_mode), *args, **kwargs)
-    if args: raise TypeError(f'{call}: pass arguments by their names.')
-    return automatic_precision(call, default_device(), kwargs)
 
 
 def static_scaler(device: str, scale: float) -> GradScaler:

@@ -17,12 +17,10 @@ def _cuda(device: torch.device) -> Support:
         no_cdna = re.match('gfx9(?!08|0a|4|5)', amd)
         if no_cdna: return Support('emulated', f'{amd} has no bf16 arithmetic (CDNA GPUs do)')
         return Support('native', f'ROCm {amd}'.strip())
-    major, minor = facts.cuda_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
     capability = f'compute capability {major}.{minor}'
     if major >= 8: return Support('native', capability + ', tensor cores')
-    # `is_bf16_supported` is also True where bf16 is emulated.
-    if torch.cuda.is_bf16_supported(): return Support('emulated', f'{capability}: bf16 arithmetic needs 8.0')
-    return Support('unsupported', f'{capability}: bf16 needs 8.0')
+    return Support('emulated', f'{capability}: bf16 arithmetic needs 8.0')
 
 
 def _mps(device: torch.device) -> Support:
@@ -32,8 +30,8 @@ def _mps(device: torch.device) -> Support:
 
 
 def _xpu(device: torch.device) -> Support:
-    if facts.xpu_capability(device).get('has_bfloat16_conversions', True): return Support('native', 'Intel GPU')
-    return Support('emulated', 'this Intel GPU has no bf16 arithmetic')
+    has_bf16 = torch.xpu.get_device_capability(device).get('has_bfloat16_conversions', True)
+    return Support('native', 'Intel GPU') if has_bf16 else Support('emulated', 'this Intel GPU has no bf16 arithmetic')
 
 
 class BF16(Precision):

@@ -17,18 +17,18 @@ _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability
 def _cuda(device: torch.device) -> Support:
     amd = facts.amd_architecture(device)
     if amd is not None: return Support('native', f'ROCm {amd}'.strip())
-    capability = facts.cuda_capability(device)
+    capability = torch.cuda.get_device_capability(device)
     words = 'compute capability {}.{}'.format(*capability)
     if capability < (5, 3): return Support('emulated', f'{words}: fp16 arithmetic needs 5.3')
     # 2 results per clock and multiprocessor where fp32 has 128.
     if capability == (6, 1): return Support('emulated', f'{words}: fp16 arithmetic at 1/64 of the fp32 rate')
-    if capability == (7, 5) and _NO_TENSOR_CORES.search(facts.gpu_name(device)):
+    if capability == (7, 5) and _NO_TENSOR_CORES.search(torch.cuda.get_device_name(device)):
         return Support('emulated', f'{words} without tensor cores: fp16 gives NaN in many models')
     return Support('native', words + (', tensor cores' if capability >= (7, 0) else ', no tensor cores'))
 
 
 def _xpu(device: torch.device) -> Support:
-    if facts.xpu_capability(device).get('has_fp64', True): return Support('native', 'Intel GPU')
+    if torch.xpu.get_device_capability(device).get('has_fp64', True): return Support('native', 'Intel GPU')
     return Support('unsupported', 'GradScaler needs float64, which this Intel GPU does not have')
 
 
@@ -42,7 +42,8 @@ class FP16(Precision):
     """Train with float16 autocast and dynamic loss scaling, which skips steps whose gradients are not finite.
 
     The loss scale is kept from fit to fit, and through `save` and `load`. If bad data has driven it below 1, the next
-    good step sets it again, from its gradients.
+    good step sets it again, from its gradients. Change a `scaler` of your own between fits only: in a fit, `scales`
+    would not show it.
 
     Raises `ValueError` or `TypeError` for arguments that cannot be used, and `ValueError` if `fp32_modules` matches no
     module. `fit` raises `ValueError` if the device does not support fp16.
@@ -66,7 +67,7 @@ class FP16(Precision):
         enabled: bool = True, # Scale the loss; False trains without loss scaling
         *,
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling
-        scaler: GradScaler | None = None, # Your own `torch.amp.GradScaler`, instead of the arguments above
+        scaler: GradScaler | None = None, # Your own `GradScaler`, instead of the arguments above
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)
@@ -78,29 +79,20 @@ class FP16(Precision):
         check_integer(1, growth_interval=growth_interval)
         check_argument('scaler', scaler, _is_scaler,
                        "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU, with a finite scale")
-        dynamic: Any = dict(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
-                            growth_interval=growth_interval)
-        instead = {'loss_scale': loss_scale is not None, 'scaler': scaler is not None, 'enabled=False': not enabled}
-        given = [name for name in instead if instead[name]]
-        if given: given += [name for name, value in dynamic.items() if value != defaults_of(FP16)[name]]
-        if len(given) > 1: raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
-        self.is_fixed, self.user_scaler = loss_scale is not None, scaler
+        given = [name for name in self.changed if name in defaults_of(FP16) and name != 'fp32_modules']
+        if len(given) > 1 and {'enabled', 'loss_scale', 'scaler'} & {*given}:
+            raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
+        self.is_fixed, self.is_users = loss_scale is not None, scaler is not None
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
         # The scaler in its newest state.
-        self.newest = scaler or GradScaler('cpu', **dynamic, enabled=enabled)
+        self.newest = scaler or GradScaler('cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
-        if self.user_scaler is not None:
-            owner = vars(self.newest).setdefault('owner', self)
-            if owner is not self and owner.in_use:
-                raise ValueError('This `scaler` belongs to another learner, with which it would share the loss scale. '
-                                 'Create one for each learner.')
-            vars(self.newest)['owner'] = self
-        else:
+        if not self.is_users:
             state, self.newest = self.newest.state_dict(), GradScaler(device.type)
             self.newest.load_state_dict(state)                   # its factors as well
         return self.newest

@@ -51,9 +51,9 @@ def _restore(forward: Forward) -> None:
 
 
 @contextmanager
-def replaced_forwards(modules: dict[str, nn.Module], kind: type[Forward]) -> Iterator[None]:
+def replaced_forwards(modules: dict[str, nn.Module], cls: type[Forward]) -> Iterator[None]:
     "Replace the forwards of modules."
-    forwards = [kind(m) for m in modules.values()]
+    forwards = [cls(m) for m in modules.values()]
     try:
         for forward in forwards: vars(forward.module)['forward'] = forward.run
         yield

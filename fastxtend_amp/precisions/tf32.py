@@ -30,7 +30,7 @@ class TF32(Precision):
         if why := facts.missing(device): return Support('unsupported', why)
         amd = facts.amd_architecture(device)
         if amd is not None: return Support('native', f'ROCm {amd}') if amd in ('gfx940', 'gfx941', 'gfx942') else _NEEDS
-        major, minor = facts.cuda_capability(device)
+        major, minor = torch.cuda.get_device_capability(device)
         if major < 8: return Support('unsupported', f'compute capability {major}.{minor}: TF32 needs 8.0')
         return Support('native', f'compute capability {major}.{minor}, tensor cores')
 

@@ -1,1 +1,1 @@
-"Training: the callback, fastai's loop, loss scaling, files, metrics, optimizers, and the methods of `Learner`."
+"Training: the callback, fastai's loop, loss scaling, files, optimizers, and the methods of `Learner`."

@@ -25,15 +25,15 @@ class Buffers:
     def repair(self, found_inf: bool | torch.Tensor = False) -> None:
         "After a bad step, restore values that became NaN or infinite; remember all. Never synchronizes."
         good, self.good = self.good, {}
-        for kind, buffers in self._alike().items():
+        for key, buffers in self._alike().items():
             now = torch.stack(buffers)
-            before = good.get(kind, now)
+            before = good.get(key, now)
             if found_inf is not False and before.shape == now.shape:
                 keep = now.isfinite()
                 if torch.is_tensor(found_inf): keep |= found_inf.to(now.device) == 0
                 now = now.where(keep, before)
                 torch._foreach_copy_(buffers, now.unbind())
-            self.good[kind] = now
+            self.good[key] = now
 
     def _alike(self) -> dict[Any, list[torch.Tensor]]:
         found = defaultdict(list)

@@ -23,11 +23,11 @@ from fastai.callback.core import CancelStepException, _events, _inner_loop
 from fastai.learner import Learner
 
 from ..messages import check_argument, check_integer, warn_user
-from ..precisions import AMPMode, Precision
-from ..precisions.base import precision_from, written
+from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import half_to_float, is_half, map_tensors
 from .fit import Fit
-from .scaling import Scaling, StepHistory
+from .history import StepHistory
+from .scaling import Scaling
 
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own, or None
 _EVENTS = (*_events, 'after_open', 'after_failure')              # the last two for watchers: a fit, with an exception
@@ -44,8 +44,6 @@ class MixedPrecision(fp16.MixedPrecision):
 
     `fixes` lists the changes that `on_overflow='fix'` has made; the `call` of each starts a training with it.
 
-    'auto' selects bf16, otherwise fp16, otherwise fp32: the first that fastai's default device runs natively.
-
     Raises `TypeError` or `ValueError` at construction for an argument that cannot be used, and `ValueError` when `fit`
     starts if the device or the model does not support the precision.
 
@@ -59,22 +57,23 @@ class MixedPrecision(fp16.MixedPrecision):
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     methods: Any = None                                          # by event: what is called, here and in the watchers
     fixes: Any = ()                                              # of `on_overflow='fix'`, in all fits
-    has_exported = False                                         # `export` has said that it writes fp32
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
 
     def __init__(self,
-        amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # Precision or name; 'auto': by default device
+        amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision, or its name
         *args: Any, # Arguments of the precision, as in `to_fp16` and the others
         on_overflow: str = 'warn', # When training fails: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
     ):
-        precision = precision_from(amp_mode, args, kwargs)
-        if precision.in_use:
-            raise ValueError(f'This {type(precision).__name__} belongs to another callback already, with which it '
-                             'would share the loss scale. Create one for each callback.')
+        if isinstance(amp_mode, Precision):
+            if args or kwargs:
+                name = type(amp_mode).__name__
+                raise TypeError(f'{name} is constructed already: pass its arguments to `{name}(...)`.')
+            self.precision = amp_mode.like()                     # its loss scale is this callback's own
+        else: self.precision = find_precision(amp_mode)(*args, **kwargs)
         check_integer(1, max_skips=max_skips)
-        self.precision, self.max_skips, self.on_overflow = precision, max_skips, on_overflow
+        self.max_skips, self.on_overflow = max_skips, on_overflow
         self.history, self.fixes = StepHistory(), list[Any]()
 
     @property
@@ -89,26 +88,18 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.fit is not None: self._watch()
 
     def __setattr__(self, name, value):
-        if name == 'precision':
-            if name in vars(self): vars(self.precision)['in_use'] = False
-            vars(value)['in_use'] = True                         # a frozen dataclass as well
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
             if self.in_batch:
                 raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
                                    'and the other methods take effect at its end.')
             self.close()
             if self.learn is not None: self.parts = ()
-            vars(self.precision)['in_use'] = value is not None
             if value is not None: self._continue(value)
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
         return {**vars(self), 'fit': None, 'parts': (), 'waiting': None, 'methods': None}
-    def __repr__(self) -> str:
-        parts = [repr(self.precision.name), written(self.precision.changed)]
-        if self.on_overflow != 'warn': parts.append(f'on_overflow={self.on_overflow!r}')
-        if self.scale is not None: parts.append(f'scale={self.scale:g}')
-        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
+    def __repr__(self) -> str: return f'{type(self).__name__}({self.precision.name!r})'
 
     # -- what users and files read
 
@@ -193,9 +184,8 @@ class MixedPrecision(fp16.MixedPrecision):
         change, self.waiting = self.waiting, None
         if change: change()
 
-    @property
-    def opened(self) -> Fit:
-        "The fit that is open; the first use begins it: it checks the model, and enters what lasts for the fit."
+    def open_fit(self) -> Fit: # It checks the model, and enters what lasts for the fit
+        "Return the fit that is open; begin it if there is none."
         if self.fit is not None: return self.fit
         if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
@@ -240,7 +230,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
         if not self.parts or self.fit is not None: return        # `validate()` opens one in `before_validate`
-        self.opened.precision.prepare(self.learn)                # before a distributed trainer wraps the model
+        self.open_fit().precision.prepare(self.learn)            # before a distributed trainer wraps the model
 
     def before_train(self):
         "Count skipped steps from here."
@@ -249,9 +239,10 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
         if not self.parts: return
-        fit = self.opened
-        fit.casts, kind = None, fit.device.type                  # the cache lives as long as any autocast is open
-        if fit.precision.dtype: self.parts[-1].enter(torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)))
+        fit = self.open_fit()
+        fit.casts, device_type = None, fit.device.type           # the cache lives as long as any autocast is open
+        if not fit.precision.dtype: return
+        self.parts[-1].enter(torch.autocast(device_type, enabled=torch.is_autocast_enabled(device_type)))
 
     def after_validate(self):
         "Drop the casts, before callbacks of a higher order exchange the weights."
@@ -259,7 +250,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_batch(self):
         "Enter autocast."
-        fit, learn = self.fit or self.opened, self.learn
+        fit, learn = self.fit or self.open_fit(), self.learn
         if learn.model is not fit.model: fit.use_model()
         if learn.training and learn.opt is not None:
             if not fit.is_training: fit.begin_training()

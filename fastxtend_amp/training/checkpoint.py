@@ -98,8 +98,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
         self.cbs = self.cbs.filter(_is_ours, negate=True)
         original(self, *args, **kwargs)
     finally: vars(self).update(kept)
-    if cb is None or cb.has_exported or rank_distrib(): return
-    cb.has_exported = True
+    if cb is None or rank_distrib(): return
     name, call = cb.precision.name, repr(cb.precision)
     print(f'Exported without mixed precision. To predict in {name}, call `{call}` after `load_learner`.')
 
@@ -108,23 +107,20 @@ def _is_ours(x: Any) -> bool:
     return isinstance(x, fp16.MixedPrecision) or type(x).__module__.startswith('fastxtend_amp.')
 
 
-def put_over(
+def wrap_method(
     owner: Any,
-    name: str, # Of one of its methods or functions
+    name: str, # Of one of its methods
     new: Callable, # Called in its place, with the original and then its arguments
-    when: Callable[[], bool] | None = None, # If it returns False, only the original is called
 ) -> None:
-    "Put `new(original, ...)` in the place of `owner.name`."
+    "Have `owner.name` call `new(original, ...)`."
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if when and not when(): return original(*args, **kwargs)
-        return new(original, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any: return new(original, *args, **kwargs)
     setattr(owner, name, wrapper)
 
 
-put_over(Learner, 'save', save)
-put_over(Learner, 'load', load)
-put_over(TextLearner, 'load', load_text)
-put_over(Learner, 'export', export)
+wrap_method(Learner, 'save', save)
+wrap_method(Learner, 'load', load)
+wrap_method(TextLearner, 'load', load_text)
+wrap_method(Learner, 'export', export)

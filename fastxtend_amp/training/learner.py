@@ -1,7 +1,7 @@
 "The methods of `Learner`: `to_fp16`, `to_bf16` and one for each other precision, `to_amp`, `to_fp32` and others."
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from ..compat import backward_without_autocast
 from ..learners import training_device
 from ..messages import check_bool
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
-from ..precisions.base import constructed, written
 from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
@@ -24,35 +23,40 @@ from .loop import exchange, precision_callback, set_precision
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
+_OPTIONS = {name: p for name, p in inspect.signature(MixedPrecision.__init__, eval_str=True).parameters.items()
+            if p.kind is p.KEYWORD_ONLY}
+
+
+def _pop_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    "Remove the options of `MixedPrecision` from arguments of a method, and return them."
+    return {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
 
 
 def _add_method(cls: type[Precision]) -> None:
-    "Give `Learner` the method `to_<name>`, with the signature of `cls` and the options of `MixedPrecision`."
-    def method(self: Learner, *args: Any,
-               on_overflow: str = 'warn', max_skips: int = 16, **kwargs: Any) -> Learner:
-        precision = constructed(f'{method.__name__}()', cls, *args, **kwargs)
-        return set_precision(self, MixedPrecision(precision, on_overflow=on_overflow, max_skips=max_skips))
+    """Give `Learner` the method `to_<name>`, with the arguments of `cls` and the options of `MixedPrecision`.
 
-    first, _, *options, _ = inspect.signature(method).parameters.values()
-    signature = inspect.Signature([first, *parameters_of(cls).values(), *options], return_annotation=Learner)
-    vars(method).update(__signature__=signature, __delwrap__=cls.__init__)   # where fastcore's `docments` looks
-    method.__name__, method.__doc__ = f'to_{cls.name}', cls.__doc__
-    method.__qualname__ = f'Learner.{method.__name__}'
-    setattr(Learner, method.__name__, method)
-
-
-def _add_method_if_free(cls: type[Precision]) -> None:
-    "Add the method of a user's precision. Raises `ValueError` if `Learner` has another method of that name."
+    Raises `ValueError` if `Learner` has another method of that name.
+    """
     old, name = PRECISIONS.get(cls.name), f'to_{cls.name}'
     is_newer = old is not None and (old.__module__, old.__qualname__) == (cls.__module__, cls.__qualname__)
     if hasattr(Learner, name) and not is_newer:                  # a notebook's cell may run again
         raise ValueError(f'name={cls.name!r} cannot be used for {cls.__name__}: `Learner.{name}` exists already. '
                          'Choose another name.')
-    _add_method(cls)
+
+    def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
+        options = _pop_options(kwargs)
+        return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
+
+    first, *_ = inspect.signature(method).parameters.values()
+    parameters = [first, *parameters_of(cls).values(), *_OPTIONS.values()]
+    signature = inspect.Signature(parameters, return_annotation=Learner)
+    vars(method).update(__signature__=signature, __delwrap__=cls.__init__)   # where fastcore's `docments` looks
+    method.__name__, method.__qualname__, method.__doc__ = name, f'Learner.{name}', cls.__doc__
+    setattr(Learner, name, method)
 
 
 for cls in PRECISIONS.values(): _add_method(cls)
-followers.append(_add_method_if_free)
+followers.append(_add_method)
 
 
 @patch
@@ -76,15 +80,14 @@ def to_amp(self: Learner, *,
     check_bool(measure=measure)
     if measure:
         if kwargs:
-            name = 'bf16' if 'skip_nonfinite' in kwargs else 'fp16'
             raise TypeError(f"to_amp(measure=True) accepts only `max_seconds`, not {', '.join(kwargs)}.\n"
-                            f'Call `learn.to_{name}({written(kwargs)})` first; its arguments are kept.')
+                            'Call `learn.to_fp16(...)` or another method first; its arguments are kept.')
         measure_and_choose(self, *[] if max_seconds is None else [max_seconds])
         return self
     if max_seconds is not None: raise TypeError('to_amp(): max_seconds needs measure=True.')
     device = training_device(self)
-    options = {name: kwargs.pop(name) for name in ('on_overflow', 'max_skips') if name in kwargs}
-    precision = automatic_precision('to_amp()', device, kwargs)
+    options = _pop_options(kwargs)
+    precision = automatic_precision(device, **kwargs)
     cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
     match_modules(self.model, kwargs.get('fp32_modules'))
     if precision.kind is Precision:
@@ -112,25 +115,21 @@ def to_fp32(self: Learner) -> Learner: # The learner
 
 
 @patch
+@contextmanager
 def precision_as(self: Learner,
     precision: str | torch.dtype | Precision | MixedPrecision, # 'fp32', 'bf16' ..., or a callback
-) -> AbstractContextManager[Learner]: # The learner
+) -> Iterator[Learner]: # The learner; to enter with `with`
     """Temporarily use another precision, between two batches: `with learn.precision_as('fp32'): learn.validate()`.
 
     The learner's own precision, with its loss scale and history, is restored on exit.
     """
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
-    return _exchanged(self, None if new.precision.kind is Precision else new)
-
-
-@contextmanager
-def _exchanged(learn, new):
-    before, loaded = precision_callback(learn), vars(learn).get('loaded_precision')
-    if before is not None and before.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
-    try: yield set_precision(learn, new)
+    own, loaded = precision_callback(self), vars(self).get('loaded_precision')
+    if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
+    try: yield set_precision(self, None if new.precision.kind is Precision else new)
     finally:
-        exchange(learn, before)                                  # without a check: the model may have been exchanged
-        if loaded is not None: learn.loaded_precision = loaded   # which `new` may have continued from
+        exchange(self, own)                                      # without a check: the model may have been exchanged
+        if loaded is not None: self.loaded_precision = loaded    # which `new` may have continued from
 
 
 @patch

@@ -68,18 +68,18 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
     if cb and cb.learn is not learn:
         raise RuntimeError('The `MixedPrecision` callback of this learner has been added to another one since. Create '
                            'one for each learner.')
-    lasts = event_type == 'batch'                                # a user's own loop of batches has one fit for all
+    is_users_loop = event_type == 'batch'                        # over `one_batch`; it has one fit for all batches
     try:
         if cb is None: return run()
-        if not lasts: cb.close()
+        if not is_users_loop: cb.close()
         if event_type == 'fit': cb.precision.around_training(learn)   # raises before other callbacks begin
-        kind = training_device(learn).type
+        device_type = training_device(learn).type
         # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
-        restored: Any = autocast_restored(kind) if autocast_available(kind) else nullcontext()
+        restored: Any = autocast_restored(device_type) if autocast_available(device_type) else nullcontext()
         with backward_without_autocast(), restored:
             cb.parts = []
             _run_part(cb, event_type, run)
-        if not lasts and (now := precision_callback(learn)): now.close()
+        if not is_users_loop and (now := precision_callback(learn)): now.close()
     except BaseException as e:
         for method in cb.bound()['after_failure'] if cb else (): method(e)
         if now := precision_callback(learn):
@@ -122,5 +122,5 @@ def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
     "Make `cb` the learner's only precision callback now, without checking the model."
     old = precision_callback(learn)
     if cb is not None and old: cb.parts = old.parts
-    for kind in _PRECISIONS: learn.remove_cb(kind)
+    for cls in _PRECISIONS: learn.remove_cb(cls)
     if cb is not None: learn.add_cb(cb)

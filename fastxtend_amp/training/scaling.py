@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from enum import Enum
 from functools import reduce
-from itertools import islice, takewhile
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from fastai.learner import Learner
@@ -26,11 +26,11 @@ from ..compat import around_backward
 from ..learners import is_dtensor, optimizer_params
 from ..messages import warn_user
 from .buffers import Buffers
-from .optimizers import flagged_step
+from .optimizers import skips_on_device
 
-_READ_EVERY = 512  # steps between two reads of the history
 _LOWEST = 2.**-24  # fp16's smallest number
 _ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
+_OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the callback that has used it
 
 
 class Gradients(Enum):
@@ -48,6 +48,11 @@ class Scaling:
     """
     def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
         state, self.one = scaler.state_dict(), torch.ones((), device=device)
+        owner = _OWNERS.setdefault(scaler, ref(cb))()
+        if owner is not cb and owner is not None and owner.learn is not None:
+            raise ValueError('This `scaler` belongs to another learner, with which it would share the loss scale. '
+                             'Create one for each learner.')
+        _OWNERS[scaler] = ref(cb)
         self.scaler, self.first_scale, self.tracker = scaler, cb.precision.first_scale, state['_growth_tracker']
         self.learn, self.history = cb.learn, cb.history
         self.scale: Any = scaler.scale(self.one)                 # a copy of the scale; None if that may have changed
@@ -57,7 +62,7 @@ class Scaling:
         self.versions: list | None = None if state['scale'] == 1 else []   # of the gradients, until the first step
         self.passes: list[Any] = []                              # of this step; each is an optimizer to `GradScaler`
         self.in_pass = False                                     # whether the second one, or a later one, is running
-        self.flagged: Any = None                                 # what skips this step on the device
+        self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
         # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
         self.found_inf: bool | torch.Tensor = False
         # As far as the host knows:
@@ -99,7 +104,8 @@ class Scaling:
         if self.versions not in (None, _versions(params)): warn_of_early_changes(self.learn)
         self.versions = None
         self.gradients = Gradients.UNSCALED
-        self.flagged = None if self.is_low else flagged_step(self.learn.opt, params)   # the host mends a low scale
+        on_device = not self.is_low and skips_on_device(self.learn.opt, params)        # the host mends a low scale
+        self.fused = self.learn.opt.opt if on_device else None
         self._divide(params)
         self.largest = largest_of(params) if self.is_low else None   # before anybody clips
 
@@ -118,10 +124,10 @@ class Scaling:
         self.passes.append(SimpleNamespace(param_groups=[{'params': params or self._params()}]))
         self.scaler.unscale_(self.passes[-1])
         found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
-        if self.flagged is None: self.found_inf = any(map(bool, found))   # synchronizes, once for each device
+        if self.fused is None: self.found_inf = any(map(bool, found))   # synchronizes, once for each device
         else:
             self.found_inf = reduce(torch.maximum, found)
-            self.flagged.mark(self.found_inf)
+            self.fused.grad_scale, self.fused.found_inf = None, self.found_inf
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
@@ -149,11 +155,11 @@ class Scaling:
         "End the step."
         self.end_pass()
         self.scaler.update(new_scale)
-        if self.flagged:
-            self.flagged.unmark()
+        if self.fused:
+            for name in ('grad_scale', 'found_inf'): vars(self.fused).pop(name, None)
             # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above 0 until the host mends it.
             self.scaler._scale.clamp_(min=_LOWEST / 2)
-        self.passes, self.flagged, self.gradients = [], None, Gradients.TRUE
+        self.passes, self.fused, self.gradients = [], None, Gradients.TRUE
 
     # -- a scale that has fallen too low
 
@@ -162,17 +168,16 @@ class Scaling:
     def _mend_scale(self) -> None:
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
-        A good step sets the largest power of two at which 16 times its largest gradient fits fp16. It is at most the
-        first scale, and the largest one of a good step of this fit.
+        A good step sets the largest power of two at which 16 times its largest gradient fits fp16, at most the first
+        scale.
         """
         scale = new = self.scaler.get_scale()
         self.is_low = self._is_low(scale)
         if not self.is_low: return
-        good = [s for s in self.history.read()[self.first_step:] if not self._is_low(s)]
-        most = min(self.first_scale, max(good, default=math.inf))
-        if scale < _LOWEST: new = most
+        if scale < _LOWEST or self.largest == 0: new = self.first_scale
         elif not self.found_inf and self.largest is not None:
-            new = max(scale, min(most, 2. ** math.floor(math.log2(_ROOM / self.largest)) if self.largest else most))
+            fits = 2. ** math.floor(math.log2(_ROOM / self.largest))
+            new = max(scale, min(fits, self.first_scale))
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
         self.is_low, self.scale = self._is_low(new), None
@@ -213,8 +218,9 @@ class Scaling:
         if 2 * skipped <= n or self.before_lr_find is not None: return ''
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
-        backs_off = self.scaler.get_backoff_factor() < 1
-        return text + f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.' * backs_off
+        if self.scaler.get_backoff_factor() < 1:
+            text += f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.'
+        return text
 
 
 def _versions(params: list[Any]) -> list[tuple[int, int]]: return [(id(p.grad), p.grad._version) for p in params]
@@ -228,35 +234,6 @@ def warn_of_early_changes(learn: Learner) -> None:
     if found:
         warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they "
                   'are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
-
-
-# -- what is known of past steps
-
-class StepHistory(list):
-    "The loss scale of each attempted optimizer step, negative if it was skipped. `read` adds the newest."
-    epoch_start = 0                                              # steps in the history when the epoch began
-
-    def __init__(self): self.unread = list[torch.Tensor]()       # may be on the device
-
-    def __getstate__(self) -> dict[str, Any]: return vars(self.read())
-
-    def add(self,
-        scale: torch.Tensor, # 0-dim; it does not change
-        skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
-    ) -> None:
-        "Note a step. Synchronizes with an accelerator once in 512 steps."
-        self.unread.append(scale if skipped is False else scale * (1 - 2 * skipped))
-        if len(self.unread) == _READ_EVERY: self.read()
-
-    def read(self) -> StepHistory: # Itself
-        "Move pending entries to the host; this synchronizes with the device."
-        if self.unread: self += torch.stack(self.unread).tolist()
-        self.unread = []
-        return self
-
-    def skips(self, start: int = 0) -> Iterator[bool]:
-        "Iterate over the steps from `start` on: whether each was skipped."
-        return (scale < 0 for scale in islice(self.read(), start, None))
 
 
 def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they have no numbers

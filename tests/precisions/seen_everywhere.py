@@ -54,7 +54,7 @@ def test_by_name_in_precision_as_and_in_the_table():
     learn = learner(cbs=MixedPrecision(NAME, fp32_modules='3'))
     with learn.precision_as(NAME), learn.amp_context():
         assert learn.model(torch.ones(2, 6)).dtype is torch.bfloat16
-    assert learn.mixed_precision.fp32_module_names == ['3'] and repr(NAME) in repr(learn.mixed_precision)
+    assert learn.mixed_precision.fp32_module_names == ['3'] and NAME in repr(learn.mixed_precision)
     assert precision_support('cpu').set_index('precision').why[NAME] == 'it is bf16 again'
 
 
@@ -76,7 +76,7 @@ def test_a_comparison_and_its_call():
     assert found.calls[NAME] == 'learn.to_bf16again()'
     found.plot()
     found.apply(learn, NAME)
-    assert repr(NAME) in repr(learn.mixed_precision)
+    assert NAME in repr(learn.mixed_precision)
 
 
 def test_a_watch_over_its_fits():

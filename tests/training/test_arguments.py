@@ -17,7 +17,8 @@ def test_positions_are_those_of_grad_scaler():
     assert MixedPrecision(BF16Precision(skip_nonfinite=True)).amp_mode == 'bf16'
 
 
-STATES = {'scale': 1.0}, {'scale': 1e300, '_growth_tracker': 0}, {'scale': 1.0, '_growth_tracker': None}
+STATES = [{'scale': 1.0}, {'scale': 1.0, '_growth_tracker': None}]
+STATES += [{'scale': scale, '_growth_tracker': 0} for scale in (1e300, -2.0, float('nan'), float('inf'))]
 ERRORS = {  # what to call with a learner: its error is in tests/expected/arguments.txt
     'scale 0': lambda l: l.to_fp16(init_scale=0.0),
     'scale 1e-40': lambda l: l.to_fp16(init_scale=1e-40),
@@ -47,7 +48,6 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     **{f'another library, {x!r}': lambda l, x=x: MixedPrecision(x) for x in ('bf16-true', '16-true', 16, 'no', '32')},
     'max_seconds without measure': lambda l: l.to_amp(max_seconds=5),
     'measure': lambda l: l.to_amp(measure='yes'),
-    'auto, by position': lambda l: MixedPrecision('auto', 1024.0),
     'too many arguments': lambda l: l.to_bf16('head'),
     'skip_nonfinite': lambda l: l.to_bf16(skip_nonfinite='yes'),
     'min_size': lambda l: l.to_fp8(min_size=-1),
@@ -77,12 +77,13 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'fused, a list': lambda l: fused(['AdamW']),
     'fused, not fused': lambda l: fused('AdamW', fused=False),
     'fused, a name': lambda l: fused('Adamw'),
-    "kahan, fastai's Adam": lambda l: kahan('AdamWW'),
+    'kahan, a name': lambda l: kahan('AdamWW'),
+    "kahan, torch's AdamW": lambda l: kahan(torch.optim.AdamW),
     'compile': lambda l: l.compare_precision(compile='yes'),
     'learning rate': lambda l: l.compare_precision(lr=-1),
     'seeds': lambda l: l.compare_precision(n_seeds=True),
     **{f'state {s}': lambda l, s=s: MixedPrecision().load_state_dict(s) for s in STATES},
-    'precision_as': lambda l: l.precision_as('fp64'),
+    'precision_as': lambda l: l.precision_as('fp64').__enter__(),
 }
 
 
@@ -91,7 +92,7 @@ def test_arguments_that_cannot_be_used(expected):
     learn, lines = learner(Attentive()).to_bf16(), []
     before = list(learn.cbs)
     for name, call in ERRORS.items():
-        with pytest.raises((ValueError, TypeError)) as e:
+        with pytest.raises((ValueError, TypeError, AttributeError)) as e:
             call(learn)
         assert list(learn.cbs) == before and before[-1].learn is learn
         lines += [f'# {name}', re.sub(' object at 0x[0-9a-f]+', '', f'{e.type.__name__}: {e.value}'), '']

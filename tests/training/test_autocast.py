@@ -104,26 +104,6 @@ def test_a_users_setting_of_autocasts_cache_counts():
 
 
 @MODES
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
-def test_a_batch_inside_a_batch(to, event):
-    "It enters and leaves autocast inside that of the outer batch, which continues until the loss."
-    learn, inside, outside = make(to), [], []
-
-    def another(l):
-        kept = {k: vars(l)[k] for k in ('xb', 'yb', 'pred', 'iter') if k in vars(l)}
-        l.training = False
-        with torch.no_grad():
-            l.one_batch(l.iter, (*kept['xb'], *kept['yb']))
-        vars(l).update(kept, training=True)
-        inside.append(autocast_state()[:2])
-
-    learn.add_cb(At(event, Once(another, third), 20))
-    learn.add_cb(At('after_loss', lambda l: l.training and outside.append(torch.is_autocast_enabled('cpu')), 20))
-    over_batches(learn, 1)
-    assert inside == [(True, TO[to].dtype)] and outside == [False] * 6 and not autocast_state()[0]
-
-
-@MODES
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 def test_16_bit_parameters_that_are_trained_become_fp32(to, opt):
     "With their gradients, optimizer and buffers, as if they had been converted before; a frozen layer stays."
@@ -254,7 +234,6 @@ WAYS = {
     'get_preds': lambda l: l.get_preds()[0],
     'validate': lambda l: torch.tensor(l.validate()),
     'in a fit': lambda l: l.fit(3, 0.01) or torch.tensor(l.recorder.values),
-    'one by one': lambda l: torch.cat([l.get_preds(dl=[(dataset().tensors[0][i : i + 1],)])[0] for i in range(3)]),
     **{
         name: lambda l, f=f: l.get_preds(cbs=At('after_batch', lambda l: l.iter == 1 and not l.training and f(l), 60))[
             0
@@ -295,19 +274,12 @@ def two_validations(l):
     return torch.tensor(found)
 
 
-def under_autocast(l):
-    with torch.autocast(DEVICE.type, BF16), torch.no_grad():
-        l.model(torch.ones(2, 6, device=DEVICE))  # keeps casts of these weights
-        by_copy(l)
-        return l.get_preds()[0]
-
-
 def grad_enabled(l):
     enable = At('before_batch', lambda l: torch.set_grad_enabled(True), 5)
     return l.get_preds(cbs=[enable, At('after_batch', lambda l: torch.set_grad_enabled(False), 5)])[0]
 
 
-WAYS.update({f.__name__: f for f in (in_a_batch, averaged, two_validations, under_autocast, grad_enabled)})
+WAYS.update({f.__name__: f for f in (in_a_batch, averaged, two_validations, grad_enabled)})
 
 
 @pytest.mark.parametrize('way', WAYS)
