@@ -123,7 +123,8 @@ def flat_parameters(opt: Optimizer) -> Iterator[None]:
         opt.param_lists, opt.state = lists, states
         for params, (flat, state) in zip(alike.values(), flat_states.items()):
             torch._foreach_copy_([p.data for p in params], _parts(flat.data, params))
-            torch._foreach_copy_([p.grad for p in params], _parts(flat.grad, params))
+            grads: Any = [p.grad for p in params]
+            torch._foreach_copy_(grads, _parts(flat.grad, params))
             for k, v in state.items():
                 for p, part in zip(params, _parts(v, params) if torch.is_tensor(v) else [v] * len(params)):
                     states[p][k] = part
