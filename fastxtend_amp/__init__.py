@@ -16,7 +16,6 @@ from .training import checkpoint as _checkpoint, learner as _learner
 from .training.optimizers import fused, kahan
 from .devices import sharded as _sharded
 from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric, precision_report
-from .tools.memory import keep_freed_memory
 from .tools.support import precision_support
 
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
@@ -27,8 +26,8 @@ if not _has_bar: del _sys.modules['fastai.callback'].progress, _sys.modules['fas
 
 # `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
 __all__ = ['AMPMode', 'HalfWeights', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
-           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'keep_freed_memory',
-           'precision_report', 'precision_support']
+           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'precision_report',
+           'precision_support']
 
 
 def __getattr__(name):

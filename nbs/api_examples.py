@@ -113,9 +113,6 @@ learn.to_bf16(fp32_modules=is_depthwise).fit(1)
     'is_grouped': '''
 print(is_grouped(nn.Conv2d(8, 8, 3, groups=4)))  # True
 ''',
-    'keep_freed_memory': '''
-print(keep_freed_memory())                  # in the first cell
-''',
     'precision_support': '''
 precision_support()                         # a row for each device and precision
 ''',

@@ -26,13 +26,13 @@ PAGES = {                                                        # each with the
     'api_reports': ['precision_report', 'compare_precision', 'precision_decision', LOOP, 'PrecisionReport', 'Verdict',
                     'PrecisionComparison'],
     'api_callback': ['MixedPrecision', 'HalfWeights', 'AMPMode', 'LossScaleMetric', 'SkippedStepsMetric'],
-    'api_helpers': ['fused', 'kahan', 'is_depthwise', 'is_grouped', 'precision_support', 'keep_freed_memory']}
+    'api_helpers': ['fused', 'kahan', 'is_depthwise', 'is_grouped', 'precision_support']}
 PAGE_OF = {name: page for page, names in PAGES.items() for name in names}
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
 WHOLE = {'to_amp', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
 MEMBERS = {'fp32_module_names', 'scale', 'scales', 'skips', 'skipped', 'state_dict', 'load_state_dict', 'scale_loss',
-           'autocast', 'plot_scales', 'fp32_modules', 'plot', 'apply'}       # of classes; the others are the package's
+           'autocast', 'plot_scales', 'fp32_modules', 'calls', 'plot', 'apply'}  # of classes; the others are ours
 FOR_HELP = re.compile(r'(Raises|Source|Interval)\b')             # paragraphs that only `help` shows
 
 

@@ -1,4 +1,4 @@
-"Costs of work on a device: time, memory, and page faults on a CPU."
+"Costs of work on a device: time and memory."
 import torch
 
 
@@ -16,11 +16,3 @@ def allocated(device: torch.device, peak: bool = False) -> float: # nan if PyTor
     if peak: return torch.accelerator.max_memory_allocated(device)
     torch.accelerator.reset_peak_memory_stats(device)
     return torch.accelerator.memory_allocated(device)
-
-
-def page_faults(device: torch.device) -> int: # 0 on Windows, and if `device` is not a CPU
-    "Return the number of minor page faults of this process."
-    if device.type != 'cpu': return 0
-    try: import resource
-    except ImportError: return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

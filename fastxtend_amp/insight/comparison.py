@@ -7,11 +7,10 @@ import pandas as pd
 from fastai.learner import Learner
 
 from ..messages import check_argument
-from .candidates import Contestant
+from .calls import Call
 from .display import Shown
-from .speed import FEWEST_ROUNDS, WORTH, Speed
+from .speed import COLUMNS, FEWEST_ROUNDS, WORTH, Speed
 
-SPEED = ['speed-up', 'speed-up low', 'speed-up high']
 _MOVES = .1             # of the distance in fp32: a precision whose weights move less does not train
 
 
@@ -27,29 +26,32 @@ class PrecisionComparison(Shown):
     | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
     | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
-    | `loss`, `loss difference` | mean of the last steps, and its difference from fp32 |
-    | `skipped` | number of skipped steps |
-    | `final scale` | the loss scale at the end |
+    | `loss`, `loss difference` | mean of the last fifth of the steps, and its difference from fp32 |
+    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end |
     | `activations MB` | what autograd keeps for the backward pass: inputs, activations, casts of weights |
-    | `peak MB` | the most that a step allocates on an accelerator; nan on a CPU |
+    | `peak MB` | the most that a step allocates on an accelerator |
     | `weights moved` | distance from the initial to the final weights per step, relative to fp32 |
-    | `compile s` | seconds of the first step of a compiled model, which compiles it; nan for others |
-    | `note` | why a precision did not run, or was dropped from the rounds |
+    | `compile s` | seconds of the first step of a compiled model |
+    | `note` | why a precision did not run, or was dropped |
     """
-    table: pd.DataFrame # One row per precision, and one for each format or choice of layers in fp32
+    table: pd.DataFrame # One row per precision, memory format and choice of layers in fp32
     losses: dict[str, list[float]] # The loss of each step, by precision
     seed_losses: list[list[float]] # The loss of each step, by additional fp32 training
     recommended: str # The precision to use
     reason: str # Why, and how certain that is
-    calls: dict[str, str] # The call that selects each precision
     notes: list[str] # How the comparison was made, and what limits it
-    rows: dict[str, Contestant] # What `apply` sets: `precision`, `channels_last` and `compiled`
+    rows: dict[str, Call] # What `apply` sets: `precision`, `channels_last` and `compiled`
+
+    @property
+    def calls(self) -> dict[str, str]:
+        "The call that selects each precision."
+        return {name: str(row) for name, row in self.rows.items()}
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
         precision: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
-        "Switch the learner to the recommended precision. `fp32_modules` and its other arguments are kept."
+        "Switch the learner to the recommended precision; its arguments, such as `fp32_modules`, are kept."
         row = precision or self.recommended
         check_argument('precision', row, self.rows.__contains__, f'one of {[*self.rows]}')
         self.rows[row].apply(learn)
@@ -57,14 +59,14 @@ class PrecisionComparison(Shown):
 
     def _parts(self):
         yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
-        table = self.table.drop(columns=['rounds', 'speed-up low', 'speed-up high', 'weights moved', 'note'])
-        table['speed-up'] = [str(Speed(*row)) for row in self.table[SPEED].values]
+        table = self.table.drop(columns=['rounds', *COLUMNS[1:], 'weights moved', 'note'])
+        table['speed-up'] = [str(Speed(*row)) for row in self.table[[*COLUMNS]].values]
         yield table.dropna(axis=1, how='all')
         why = [f'{name}: {note}' for name, note in self.table['note'].items() if note]
         yield '\n'.join(why + self.notes)
 
     def plot(self): # The two matplotlib axes
-        "Plot the speed of each precision and all loss curves, including those of fp32 with other seeds."
+        "Plot the speed of each precision, and all loss curves."
         import matplotlib.pyplot as plt
         figure, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
         figure.get_layout_engine().set(h_pad=.12)
@@ -104,17 +106,18 @@ def recommend(
     if math.isnan(table['weights moved']['fp32']):
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate, '
                         'whether batches have targets, and whether `splitter` returns parameters of the model.')
-    speeds = {name: Speed(*row) for name, *row in table.drop('fp32')[SPEED].itertuples()}
-    against = {name: _trains_worse(table.loc[name], tolerated) for name in speeds}
+    others = table.drop('fp32')
+    speeds = {name: Speed(*speed) for name, *speed in others[[*COLUMNS]].itertuples()}
+    against = {name: _trains_worse(row, tolerated) for name, row in others.iterrows()}
     good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not against[name]}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
     def order(name): return not name.startswith(('bf16', 'fp32')), name.count(' '), -good[name]
     best = min(close, key=order, default='fp32')
-    for name, speed in speeds.items():
-        against[name] = against[name] or _too_slow(speed, table.loc[name], seconds, speeds.get(best))
-    others = ' '.join(f'{name}{found}.' for name, found in against.items() if found)
-    if not close: return best, others or 'Nothing else was compared.'
-    return best, f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}. {others}'.rstrip()
+    fastest = good.get(best, 1.)
+    said = [f'{name}{why}.' for name, row in others.iterrows()
+            if (why := against[name] or _too_slow(speeds[name], row, seconds, fastest))]
+    if best != 'fp32': said[:0] = [f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}.']
+    return best, ' '.join(said) or 'Nothing else was compared.'
 
 
 def _trains_worse(row, tolerated):
@@ -133,13 +136,11 @@ def _trains_worse(row, tolerated):
     return ''
 
 
-def _too_slow(speed, row, seconds, best): # `best`: of the row that is recommended; None for fp32
+def _too_slow(speed, row, seconds, fastest):
     "Return what is to be said of a speed-up, to follow the name of its row; '' if it pays."
     if speed.pays: return ''
     if speed.loses or row['note']: return f': speed-up {speed}, below {WORTH}' if speed.mid <= WORTH else ''
-    if best and speed.mid <= best.mid * WORTH: return f': speed-up {speed}, not faster'
+    if fastest > 1 and speed.mid <= fastest * WORTH: return f': speed-up {speed}, not faster'
     said = f': speed-up {speed}, which is not certain.'
     if math.isnan(seconds): return f'{said} Use `n_steps={10 * FEWEST_ROUNDS}` to decide'
-    more = ((speed.high - speed.mid) / max(abs(speed.mid - WORTH), 1e-9)) ** 2
-    if math.isnan(speed.low): more = (FEWEST_ROUNDS + 2) / (row['rounds'] + 1)
-    return f'{said} Use `max_seconds={60 * math.ceil(min(10, max(2, more)) * seconds / 60)}` to decide'
+    return f'{said} Use `max_seconds={60 * math.ceil(4 * seconds / 60)}` to decide'     # it halves the interval

@@ -1,5 +1,5 @@
-"A copy of a learner to run on the side, and whether a learner can be copied."
-import copy, inspect, tempfile, warnings
+"A copy of a learner to run on the side: whether there can be one, what it runs, and how its training begins."
+import copy, inspect, re, tempfile, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
+from fastai.callback.hook import HookCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
@@ -18,14 +19,21 @@ from torch.overrides import TorchFunctionMode
 
 from ..learners import is_sharded, training_device
 from ..messages import check_argument, first_line
-from ..precisions import Precision
 from ..precisions.matching import unwrapped
 from ..tensors import map_tensors
 from ..training.loop import precision_callback
-from .candidates import switch
-from .copied_callbacks import note_of_left_out, takes_part
+from .calls import Call
 from .random_states import random_state_kept
 from .values import readable_weights
+
+# Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
+# MixedPrecision also ours. All others of fastai read, schedule, save or stop.
+_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
+    ChannelsLast ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher
+    GANDiscriminativeLR""".split())
+# Words in the names of classes that track, record, save or show a training, and of the services that they send it to.
+_WATCHES = re.compile('(Track|Record|Sav|Checkpoint|Monitor|Progress|Plot|Print|Logg?)(|s|e[drs]*|ing)(?![a-z])|'
+                      '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
 
 
 def check_learner(
@@ -52,7 +60,7 @@ def check_learner(
     if not n: raise no_batch(method, dl)
 
 
-def no_batch(method: str, dl: Any) -> ValueError:
+def no_batch(method: str, dl: Any = None) -> ValueError:
     "Return the error of a method whose source has no batch."
     return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
                       'none.\nA learner from `load_learner` has no data: set `learn.dls`. With `drop_last=True` the '
@@ -74,7 +82,7 @@ def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or i
 @contextmanager
 def copied_learner(
     learn: Learner, # Nothing in it changes
-    precision: Precision | None = None, # What the copy runs in; the learner's own if None
+    call: Call | None = None, # To be made on the copy; without one it trains as the learner does
     optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Context manager: a copy of `learn`, to train or examine and throw away.
@@ -96,10 +104,8 @@ def copied_learner(
         grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
         try:
             learn.model.zero_grad()
-            if precision:
-                if not precision.dtype: new.to_fp32()            # frozen 16-bit weights as well
-                # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
-                switch(new, copy.deepcopy(precision), on_overflow='ignore')
+            # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
+            if call: copy.deepcopy(call).apply(new, on_overflow='ignore')
             yield new
         except Exception as e:
             if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
@@ -111,10 +117,14 @@ def copied_learner(
 
 
 def begin_fit(
-    copy: Learner, # With an optimizer
+    copy: Learner,
     n_iter: int, # Batches in its epoch
+    lr: float | slice | None = None, # The learner's own if None
 ) -> None:
-    "Run the events of a fit before the first batch of its first epoch. Its only epoch does not begin or end again."
+    "Begin a fit as `Learner.fit` does, up to its first batch. Its only epoch does not begin or end again."
+    if not copy.opt: copy.create_opt()
+    if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
+    copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
     for event in 'before_fit', 'before_epoch', 'before_train': copy(event)
     if cb := precision_callback(copy): cb.close()                # what it has opened for the process; a batch opens it
@@ -186,6 +196,30 @@ class _Detached(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         has_graph = func is torch.Tensor.__deepcopy__ and not args[0].is_leaf
         return args[0].detach().clone() if has_graph else func(*args, **(kwargs or {}))
+
+
+# -- the callbacks of a copy
+
+def takes_part(cb: Callback) -> bool:
+    """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
+
+    `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
+    those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
+    has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
+    """
+    if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
+    kinds = [kind for kind in type(cb).__mro__ if kind not in HookCallback.__mro__]
+    of_fastai = [kind.__name__ for kind in kinds if kind.__module__.startswith('fastai.')]
+    if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
+    return not any(_WATCHES.search(f"{kind.__module__.partition('.')[0]} {kind.__name__}") for kind in kinds)
+
+
+def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
+    "Say which callbacks a copy does not run, except those of fastai and fastxtend_amp."
+    names = [cb.name for cb in learn.cbs
+             if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
+    return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
+            'attribute `run_on_copy = True`.'] if names else []
 
 
 def several_processes() -> bool:

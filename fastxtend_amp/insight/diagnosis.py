@@ -10,7 +10,7 @@ from ..messages import warn_user
 from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback
-from .candidates import advised, call
+from .calls import advised
 from .copies import lost_weights, several_processes
 from .evidence import not_finite_data
 from .judge import Judge
@@ -95,8 +95,7 @@ def _run_again(
     if not verdict.call:
         failed = [kind.name, *(fix.precision for fix in cb.fixes)]
         alarm.remedy = fastest_native(cb.fit.device, failed), (), None
-        other = call(learn, advised(learn, *alarm.remedy))
-        return verdict.reason, f'Use another precision: `{other}`'
+        return verdict.reason, f'Use another precision: `{advised(learn, *alarm.remedy)}`'
     if alarm.what == ODD and not verdict.modules: return '', ''
     if not verdict.modules and judge.scale == alarm.scale:
         return (f'this time loss and gradients are finite in {kind.name}',
@@ -124,8 +123,8 @@ def fix(
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
     if not alarm.remedy or cb.waiting: return False
-    new = advised(learn, *alarm.remedy).like()                   # not the fp32 that all share
-    said = call(learn, new)
+    call = advised(learn, *alarm.remedy)
+    new = call.precision
 
     def switch():
         "Close the fit, which the next batch opens again; drop the gradients and the mean loss, which may be NaN."
@@ -137,8 +136,8 @@ def fix(
         cb.precision = new
 
     cb.at_batch_end(switch)
-    cb.fixes.append(Fix(alarm.step, alarm.kind.name, said))
-    print(f'{alarm.happened} The next batches train with `{said}`.')
+    cb.fixes.append(Fix(alarm.step, alarm.kind.name, str(call)))
+    print(f'{alarm.happened} The next batches train with `{call}`.')
     return True
 
 

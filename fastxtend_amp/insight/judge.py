@@ -8,7 +8,7 @@ from fastcore.basics import noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
-from .candidates import advised, call, own_precision
+from .calls import advised, own_precision
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, failing, flagged, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
 from .recording import Recording
@@ -138,7 +138,7 @@ class Judge:
             why += f'; loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}'
         names, moves = self._moved(distance.ratio, low, scale)
         modules = [n for n in [*self.keep, *names] if n not in self.kept]
-        following = call(self.learn, advised(self.learn, self.kind, modules, init_scale))
+        following = str(advised(self.learn, self.kind, modules, init_scale))
         if distance.ratio >= _LARGE:
             verdict = 'gradient differs'
             if not names: following = f"learn.compare_precision('{self.kind.name}')"

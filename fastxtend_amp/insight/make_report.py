@@ -10,15 +10,15 @@ import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.foundation import L
 
 from ..devices.cuda_rules import cuda_rules
 from ..learners import training_device
 from ..messages import check_argument, check_integer
-from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native
+from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native, find_precision
 from ..tensors import map_tensors
-from .candidates import advised, call, own_precision, precisions_named
-from .copied_callbacks import note_of_left_out
-from .copies import check_above_0, check_learner, loader_like, no_batch
+from .calls import advised, own_precision
+from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar
 from .evidence import not_fp32
 from .gradient import N_BATCHES
@@ -63,7 +63,7 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    kinds = precisions_named(precisions)
+    kinds = [*map(find_precision, L(precisions))]
     if not kinds or any(not kind.dtype for kind in kinds):
         raise ValueError(f"precisions={precisions!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(max_seconds=max_seconds)
@@ -127,7 +127,7 @@ class _Report:
         if self.whole.wrong: return Verdict(kind.name, 'not known', self.whole.wrong)
         status, why = kind.support(self.device)
         if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
-        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).first_scale
+        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).precision.first_scale
         sample = self.cut if status == 'emulated' else self.whole
         batches = () if sample.is_cut else self.drawn[:N_BATCHES]        # gradients of few items say little
         before_run = partial(self.before_run, kind.name)
@@ -145,7 +145,7 @@ class _Report:
         left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
         other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
         found = self.verdicts.get(other.name)
-        made = found.call if found else call(self.learn, advised(self.learn, other))
+        made = found.call if found else str(advised(self.learn, other))
         for name in failed: self.verdicts[name].call = made
 
     # -- notes
@@ -165,7 +165,7 @@ class _Report:
                    f'{some(map(named, fp32.unread))}.')
         for name, judge in judges:
             if all(low.error for low in judge.runs): continue    # it cannot run
-            if not (layers := advised(self.learn, judge.kind).rounding(self.learn.model)): continue
+            if not (layers := advised(self.learn, judge.kind).precision.rounding(self.learn.model)): continue
             names = some(map(named, layers))
             yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
         yield from self._looked_at(max((found.n for found in gradients.values()), default=0))

@@ -1,41 +1,51 @@
-"One training of a comparison: its losses, times and memory."
+"One training of a comparison: a copy of the learner, and its losses, times and memory."
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from fastai.learner import Learner
 from fastcore.basics import noop
 
 from ..devices.cost import allocated, wait_for
+from ..learners import training_device
 from ..messages import first_line
 from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback
-from .candidates import BASE, Contestant
+from .calls import Call
 from .copies import begin_fit, copied_learner, run_batch
 from .random_states import random_state, set_random_state
-from .speed import Speed, last_fifth
+from .speed import COLUMNS, Speed, last_fifth
 from .values import address, is_plain
 
 
-@dataclass(eq=False)
 class Run:
-    "A training: what it trains in, its copy of the learner, and the measurements."
-    rounds: Any # The `Rounds` that it belongs to
-    row: Contestant
+    "A training and its measurements; one that there is not is nan."
     note = '' # Why it has left the rounds: an error, or it is slower than another
     failed = False # Whether it was an error
+    copy: Any = None # Of the learner
     compile_seconds = 0. # Which do not count
-    losses: list[float] = field(default_factory=list) # Of each step
-    times: dict[int, float] = field(default_factory=dict) # Seconds per step, by round
-    measured: dict[str, float] = field(default_factory=dict) # Further columns of the table
+    skipped = scale = kept = peak = moved = math.nan # Steps; loss scale; bytes; distance of the weights
 
-    def __post_init__(self): self.random_state = random_state()  # of the copy, between its rounds
+    def __init__(self,
+        learn: Learner, # Only its copy is trained
+        name: str, # Of the row in the table
+        call: Call, # What it trains in
+    ):
+        self.learn, self.name, self.call, self.device = learn, name, call, training_device(learn)
+        self.random_state = random_state()                       # of the copy, between its rounds
+        self.losses = list[float]()                              # of each step
+        self.times = dict[int, float]()                          # seconds per step, by round
+
+    @property
+    def is_variant(self) -> bool:
+        "Whether another row has the same precision, in another format or with other layers in fp32."
+        return ',' in self.name
 
     @property
     def pace(self) -> float: # nan before the second round
@@ -44,7 +54,8 @@ class Run:
 
     def speed_up(self, other: Run) -> Speed:
         "Return how much faster than another it is, in the rounds of both."
-        return Speed.of([other.times[n] / t for n, t in self.times.items() if n in other.times])
+        rounds = [n for n in self.times if n in other.times]
+        return Speed.of([other.times[n] / self.times[n] for n in rounds])
 
     def loss(self, n: int) -> float: # nan if it has left the rounds
         "Return the mean loss of the last fifth of the first `n` steps, which all that are left have trained for."
@@ -55,67 +66,84 @@ class Run:
         "Note the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
         try: yield
         except Exception as e:
-            if self.row == BASE or isinstance(e, torch.OutOfMemoryError): raise
+            if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
             self.failed = True
-            self.drop(f'{type(e).__name__}: {first_line(e)}')
+            self.leave(f'{type(e).__name__}: {first_line(e)}')
 
-    def drop(self, why: str) -> None:
+    def leave(self, why: str = '') -> None: # '' if it is too slow
         "Leave the rounds, and free the copy."
-        self.note = why
-        if learn := vars(self).pop('learn', None): learn.model = learn.opt = None
+        self.note = why or f'too slow, so it was dropped after {len(self.losses)} steps.'
+        copy, self.copy = self.copy, None
+        if copy: copy.model = copy.opt = None
 
-    def copy(self, copies: ExitStack) -> None:
-        "Make a copy of the learner that trains in this row's precision and format, and begin its fit."
-        learn: Any = copies.enter_context(copied_learner(self.rounds.learn, self.row.precision, optimizer=True))
-        self.row.prepare(learn)
+    def begin(self,
+        copies: ExitStack, # Frees the copy
+        n_steps: int,
+        lr: float | slice | None, # The learner's own if None
+    ) -> None:
+        "Make a copy of the learner after the call, and begin its fit."
+        copy = copies.enter_context(copied_learner(self.learn, self.call, optimizer=True))
         set_random_state(self.random_state)
-        if not learn.opt: learn.create_opt()                     # as `fit` does
-        if learn.wd is not None: learn.opt.set_hypers(wd=learn.wd)
-        learn.opt.set_hypers(lr=learn.lr if self.rounds.lr is None else self.rounds.lr)
-        if cb := precision_callback(learn): cb.precision.prepare(learn)
-        begin_fit(learn, self.rounds.n_steps)
-        self.learn, self.random_state = learn, random_state()
+        begin_fit(copy, n_steps, lr)
+        self.copy, self.random_state = copy, random_state()
 
-    def train(self, steps: Iterable[int], n_round: int = 0) -> None: # 0 for a warm-up
-        "Train on the batches of these steps, and time it."
+    def train(self, batches: Sequence, n_round: int = 0) -> None: # 0 for a warm-up
+        "Train a step on each batch, and time it."
         set_random_state(self.random_state)
         # At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
-        self.learn._with_events(partial(self._train_and_time, steps, n_round), 'train', ())
+        self.copy._with_events(partial(self._train_and_time, batches, n_round), 'train', ())
         self.random_state = random_state()
 
-    def _train_and_time(self, steps, n_round):
-        device = self.rounds.device
-        wait_for(device)
-        before, start = allocated(device), time.perf_counter()
-        losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
-        wait_for(device)
+    def _train_and_time(self, batches, n_round):
+        wait_for(self.device)
+        before, start = allocated(self.device), time.perf_counter()
+        losses = [self._step(i, batch) for i, batch in enumerate(batches, len(self.losses))]
+        wait_for(self.device)
         seconds = (time.perf_counter() - start) / len(losses)
         if n_round: self.times[n_round] = seconds
-        if self.row.compiled and not self.losses: self.compile_seconds = self.measured['compile s'] = seconds
-        self.measured['peak MB'] = (allocated(device, peak=True) - before) / 1e6
+        if self.call.compiled and not self.losses: self.compile_seconds = seconds
+        self.peak = allocated(self.device, peak=True) - before
         self.losses += map(float, losses)
 
-    def _step(self, i, step):
-        run_batch(self.learn, i, self.rounds.batches[step % len(self.rounds.batches)])
-        return vars(self.learn).get('loss', torch.tensor(math.nan)).detach()     # it may end before its loss
+    def _step(self, i, batch):
+        run_batch(self.copy, i, batch)
+        return vars(self.copy).get('loss', torch.tensor(math.nan)).detach()      # it may end before its loss
 
-    def finish(self) -> None:
-        "Record what only the end of a training shows."
-        if cb := precision_callback(self.learn):
-            self.measured |= {'skipped': sum(cb.skips), 'final scale': cb.scale or math.nan}
-        before = unwrapped(self.rounds.learn.model).parameters()
-        pairs = zip(before, self.learn.model.parameters())
-        moved = [torch.dist(now.data, p.data.to(now)) for p, now in pairs if is_plain(now)]
-        self.measured['weights moved'] = math.hypot(*moved) / len(self.losses)
+    def finish(self,
+        batch: Any,
+        seconds: float, # That are left
+    ) -> None:
+        "Measure what only the end of a training shows: skipped steps, the distance of the weights, and memory."
+        if cb := precision_callback(self.copy): self.skipped, self.scale = sum(cb.skips), cb.scale or math.nan
+        before, after = unwrapped(self.learn.model).parameters(), self.copy.model.parameters()
+        moved = [torch.dist(now.data, p.data.to(now)) for p, now in zip(before, after) if is_plain(now)]
+        self.moved = math.hypot(*moved) / len(self.losses)
+        if self.call.compiled or self.pace > seconds: return     # it would be compiled again
+        with suppress(Exception): self.kept = self._kept_by_autograd(batch)      # nan if hooks break the model
 
-    def count_activations(self) -> None:
-        "Run a batch without its backward pass; count the bytes that autograd keeps for it, each storage once."
-        model = self.learn.model
+    def _kept_by_autograd(self, batch):
+        "Run a batch without its backward pass; return the bytes that autograd keeps for it, each storage once."
+        model = self.copy.model
         kept = {address(t): 0 for t in (*model.parameters(), *model.buffers())}
         def note(t):
             kept.setdefault(address(t), t.untyped_storage().nbytes())
             return t.detach()                                    # keeping `t` itself would leak its graph
-        self.learn._do_grad_opt = noop
-        run = partial(self._step, len(self.losses), 0)
-        with torch.autograd.graph.saved_tensors_hooks(note, noop): self.learn._with_events(run, 'train', ())
-        self.measured['activations MB'] = sum(kept.values()) / 1e6
+        self.copy._do_grad_opt = noop
+        run = partial(self._step, len(self.losses), batch)
+        with torch.autograd.graph.saved_tensors_hooks(note, noop): self.copy._with_events(run, 'train', ())
+        return sum(kept.values())
+
+    def columns(self,
+        base: Run, # In fp32
+        n: int, # The steps that are compared
+    ) -> dict[str, Any]:
+        "Return its row of the table, whose columns `PrecisionComparison` documents."
+        speed, loss = self.speed_up(base), self.loss(n)
+        support = 'failed' if self.failed else self.call.precision.support(self.device).status
+        return {'support': support, 'steps': len(self.losses), 'rounds': len(self.times),
+                'ms per step': 1000 * base.pace / speed.mid, **dict(zip(COLUMNS, speed)),
+                'loss': loss, 'loss difference': loss - base.loss(n),
+                'skipped': self.skipped, 'final scale': self.scale,
+                'activations MB': self.kept / 1e6, 'peak MB': self.peak / 1e6,
+                'weights moved': self.moved / (base.moved or math.nan),
+                'compile s': self.compile_seconds or math.nan, 'note': self.note}

@@ -23,7 +23,7 @@ from ..precisions.base import Rounding
 from ..precisions.matching import ROOT, qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
-from .candidates import like_own
+from .calls import Call, like_own
 from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_fp32
 from .operators import unwatched
@@ -106,7 +106,7 @@ def running_copy(
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     own, of_dtype = like_own(learn, kind, keep), find_precision(kind.dtype or torch.float32)
     # The precision of this dtype needs neither hardware nor other packages.
-    with (copied_learner(learn, like_own(learn, of_dtype, keep, scale)) as copy,
+    with (copied_learner(learn, Call(like_own(learn, of_dtype, keep, scale))) as copy,
           torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION)):
         modules = dict(qualified_names(copy.model))
         for name, rounded in own.rounding(copy.model).items(): round_as(rounded, modules[name])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+COLUMNS = 'speed-up', 'speed-up low', 'speed-up high'            # of a table that holds a `Speed`
 WORTH = 1.05            # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6       # for an interval
 _HOPELESS = .5          # speed-up after which one round is enough
@@ -44,7 +45,7 @@ class Speed(NamedTuple):
     @property
     def is_undecided(self) -> bool: return not (self.pays or self.loses)
     @property
-    def is_slower(self) -> bool: return self.mid < _HOPELESS or self.high < 1
+    def is_slower(self) -> bool: return self.high < 1 or self.mid < _HOPELESS
 
     def __str__(self): # '1.16 (1.02 to 1.31)'; '-' for what is not known
         if math.isnan(self.low): return '-' if math.isnan(self.mid) else f'{self.mid:.2f}'

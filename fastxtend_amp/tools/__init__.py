@@ -1,1 +1,1 @@
-"The commands `fastxtend_amp_check` and `fastxtend_amp_demo`, `precision_support` and `keep_freed_memory`."
+"The commands `fastxtend_amp_check` and `fastxtend_amp_demo`, and `precision_support`."

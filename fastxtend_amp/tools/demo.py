@@ -2,6 +2,7 @@
 import argparse, os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from fastai.data.core import DataLoaders
@@ -50,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         'Train a convolutional network on 1,797 real handwritten digits in fp32 and in each precision that the device '
         'runs natively; compare speed, loss and memory. Takes at most a minute and a half by default.'))
     add_device(parser)
-    parser.add_argument('--emulated', action='store_true',
-                        help='also train in emulated precisions, in a fifth of the time: slow, but with real losses')
     parser.add_argument('--max-seconds', type=float, default=SECONDS, metavar='S',
                         help='time for training (default %(default)g)')
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',
@@ -60,28 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not os.access(args.out.parent, os.W_OK):
         parser.error(f'--out {args.out}: {args.out.parent} is not a folder, or not writable')
     if not args.max_seconds > 0: parser.error(f'--max-seconds {args.max_seconds:g}: it must be above 0')
-    device, total = usable_device(parser, args.device), args.max_seconds
-    names = dict[str, list[str]](native=[], emulated=[], unsupported=[])
+    device, native = usable_device(parser, args.device), list[str]()
     for r in precision_support(device).itertuples():
-        if not PRECISIONS[r.precision].package: names[r.support].append(r.precision)
+        if r.support == 'native' and not PRECISIONS[r.precision].package: native.append(r.precision)
         print(f'{r.precision} is {r.support} on this device ({r.why}).')
-    learn, results = learner(device), []
-    def compare(precisions, n_seeds, share):
-        print(f"Training in {', '.join(['fp32', *precisions])}, in alternating rounds, for at most "
-              f'{share * total:.0f} seconds.\n', flush=True)
-        results.append(learn.compare_precision(precisions, STEPS, n_seeds=n_seeds, max_seconds=share * total))
-        print(results[-1], end='\n\n')
-    if names['native']: compare(names['native'], 3, .8 if args.emulated else 1.)
-    for name in names['emulated'] if args.emulated else []:  # separately, as fp16 may be very slow
-        compare([name], 0, .2 / len(names['emulated']))
-    if not results:
+    learn = learner(device)
+    result: Any
+    if native:
+        print(f"Training in {', '.join(['fp32', *native])}, in alternating rounds, for at most {args.max_seconds:.0f} "
+              'seconds.\n', flush=True)
+        result = learn.compare_precision(native, STEPS, max_seconds=args.max_seconds)
+    else:
         print('This device runs no 16-bit precision natively, so none can be faster than fp32.\n'
-              'Here is a report on one batch instead; `--emulated` also trains:\n', flush=True)
-        results.append(learn.precision_report(max_seconds=total))
-        print(results[-1], end='\n\n')
+              'Here is a report on one batch instead:\n', flush=True)
+        result = learn.precision_report(max_seconds=args.max_seconds)
+    print(result, end='\n\n')
     import matplotlib
     matplotlib.use('agg')                                        # no window, on any machine
-    results[0].plot()
+    result.plot()
     matplotlib.pyplot.gcf().savefig(args.out, dpi=110, format='png')
     print(f'Picture: {args.out.resolve()}')
 

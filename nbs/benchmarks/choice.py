@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse, io, math, time, warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 
@@ -29,11 +29,12 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.candidates import FP32, Contestant, candidates, contestants
-from fastxtend_amp.insight.compare import Rounds
-from fastxtend_amp.insight.comparison import SPEED, recommend
+from fastxtend_amp.insight.calls import like_own
+from fastxtend_amp.insight.compare import native_precisions, rows_of
+from fastxtend_amp.insight.comparison import recommend
 from fastxtend_amp.insight.measuring import Run
-from fastxtend_amp.insight.speed import Speed, tolerance
+from fastxtend_amp.insight.rounds import Rounds
+from fastxtend_amp.insight.speed import COLUMNS, Speed, tolerance
 from fastxtend_amp.tools.device import usable_device
 
 from .models import MODELS, Model
@@ -90,12 +91,14 @@ def turns_until_decided(
 
 class _Drawn(Run):
     "A training whose times are drawn."
-    def train(self, steps: Sequence[int], n_round: int = 0) -> None:
-        rounds, true, noise = self.rounds
-        seconds = rounds.step * np.exp(noise * rounds.rng.standard_normal()) / true
-        rounds.end -= seconds * len(steps)                       # instead of a clock that goes on
+    def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
+        self.name, self.seconds, self.rounds = name, seconds, rounds
+        self.losses, self.times = [], {}
+    def train(self, batches: Sequence, n_round: int = 0) -> None:
+        seconds = self.seconds()
+        self.rounds.end -= seconds * len(batches)                # instead of a clock that goes on
         if n_round: self.times[n_round] = seconds
-        self.losses += [0.] * len(steps)
+        self.losses += [0.] * len(batches)
 
 
 # Speed-ups as in channels_last_native_bf16.md, plain rows first; fp32 is 1.
@@ -121,14 +124,14 @@ def contest(
 ) -> tuple[float, float]: # The true speed-up of what is chosen, relative to the best row's, and the seconds used
     "Run the package's own rounds on drawn times, and choose as it does; losses are alike."
     rounds = Rounds.__new__(Rounds)
-    rounds.rng, rounds.step, rounds.tick, rounds.learn = rng, step, lambda what: None, None
+    rounds.tick, rounds.batches = lambda what: None, [None]
     rounds.n_steps, rounds.n_seeds, rounds.is_short, rounds.end = 50, 3, False, time.monotonic() + seconds
     found = {'fp32': 1., **true}
-    rounds.runs = {name: _Drawn((rounds, speed, noise), Contestant(FP32, is_variant=',' in name))
-                   for name, speed in found.items()}
+    def drawn(speed): return step * np.exp(noise * rng.standard_normal()) / speed
+    rounds.runs = {name: _Drawn(name, partial(drawn, speed), rounds) for name, speed in found.items()}
     rounds.train()
-    base, left = rounds.runs['fp32'], rounds.left
-    rows = {name: dict(zip(SPEED, run.speed_up(base))) | {
+    left = rounds.left
+    rows = {name: dict(zip(COLUMNS, run.speed_up(rounds.base))) | {
         'support': 'native', 'steps': 50, 'rounds': len(run.times), 'skipped': 0, 'weights moved': 1., 'loss': 1.,
         'loss difference': 0., 'note': run.note} for name, run in rounds.runs.items()}
     chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''))
@@ -177,7 +180,6 @@ class _All(Rounds):
     "Rounds in which every row stays."
     def due(self) -> list[Run]: return self.running if len(self.running[0].times) < 15 else []
     def drop_slow(self) -> None: pass
-    def _steps_that_fit(self): return self.n_steps
 
 
 SIX = 'resnet18', 'resnet50', 'regnetx_004', 'convnext_atto', 'efficientnet_b0', 'mobilenetv3_large_100'
@@ -193,7 +195,8 @@ def choose_row(name: str, device: torch.device, max_seconds: float) -> str:
     dls = DataLoaders(batches * 5, batches[:1], device=device)
     learn = Learner(dls, model, nn.functional.cross_entropy, opt_func=fused('AdamW'))
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()):
-        rows, start = contestants(learn, candidates(learn)), time.perf_counter()
+        rows = rows_of(learn, [like_own(learn, cls) for cls in native_precisions(learn)])
+        start = time.perf_counter()
         plain = learn.model.state_dict()
         learn.to_amp(measure=True, max_seconds=max_seconds)
         seconds, chosen = time.perf_counter() - start, learn.precision_decision.recommended

@@ -7,9 +7,9 @@ from fastai.learner import load_learner
 from fastai.optimizer import SGD
 from torch import nn
 
-from fastxtend_amp.insight.candidates import advised, call, candidates, like_own, own_precision, switch
+from fastxtend_amp.insight.calls import Call, advised, like_own, own_precision
 from fastxtend_amp import is_depthwise, is_grouped
-from fastxtend_amp.precisions import BF16, FP16, Precision
+from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from helpers import Attentive, Data, learner, loaders, mlp, precision_callback, set_support
 from states import Act, Costs, Gives, InStep, Unpacks, bits, fills, rich
 
@@ -66,8 +66,8 @@ def test_without_a_native_precision_there_is_nothing_to_measure(monkeypatch, cap
     set_support(monkeypatch, lambda name: 'emulated')
     capsys.readouterr()
     learn.to_amp(measure=True)
-    assert precision_callback(learn) is learn.precision_decision is None
-    assert capsys.readouterr().out.startswith("to_amp: fp32, as 'cpu' runs neither bf16 nor fp16 natively")
+    assert precision_callback(learn) is None and learn.precision_decision.recommended == 'fp32'
+    assert 'Selected: fp32. Nothing else was compared. This device runs nothing else' in capsys.readouterr().out
     alone = learn.compare_precision()
     assert alone.recommended == 'fp32' and "learn.compare_precision('bf16')" in alone.notes[0]
 
@@ -153,10 +153,10 @@ HALF = 'learn.to_half_weights('
 )
 def test_a_precision_has_the_arguments_of_the_learners_own_that_it_accepts(own, name, written):
     learn = own(learner())
-    precision = candidates(learn, name)[-1]
-    assert call(learn, precision) == written
-    switch(learn, precision)
-    assert own_precision(learn) == precision
+    call = Call.of(learn, like_own(learn, find_precision(name)))
+    assert str(call) == written
+    call.apply(learn)
+    assert own_precision(learn) == call.precision
 
 
 def test_the_advised_loss_scale_replaces_that_of_the_learner():
@@ -167,7 +167,7 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     assert like_own(scaled, FP16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
     assert like_own(scaled, FP16, ['0']).changed.keys() == {'scaler', 'fp32_modules'}
     static = advised(learner().to_fp16(loss_scale=8.0), FP16, init_scale=4.0)
-    assert repr(static) == 'learn.to_fp16(loss_scale=4.0)'
+    assert str(static) == 'learn.to_fp16(loss_scale=4.0)'
 
 
 def test_a_report_runs_the_precision_that_it_prints():

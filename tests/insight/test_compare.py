@@ -15,11 +15,11 @@ from fastai.learner import Learner
 from torch import nn
 
 from fastxtend_amp import PrecisionComparison
-from fastxtend_amp.insight import compare, measuring
-from fastxtend_amp.insight.candidates import Contestant, candidates
+from fastxtend_amp.insight import measuring, rounds
+from fastxtend_amp.insight.calls import Call, like_own
 from fastxtend_amp.insight.comparison import recommend
 from fastxtend_amp.insight.speed import Speed, tolerance
-from fastxtend_amp.precisions import HalfWeights
+from fastxtend_amp.precisions import HalfWeights, find_precision
 from helpers import (
     dataset,
     OPTIMIZERS,
@@ -136,25 +136,11 @@ def test_the_same_numbers_each_time_and_others_from_other_seeds():
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(compare, '_LIMIT', 350)  # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr(rounds, '_BYTES', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = learner().compare_precision('bf16', n_steps=8, n_seeds=0)
     plain = learner()
     plain.dls.train.n = 16
     assert r.losses['fp32'] == losses_of(plain, 2)
-
-
-@pytest.mark.parametrize(
-    'own, modes, names',
-    [
-        ('to_fp32', ['bf16-mixed', torch.float32], ['bf16']),
-        ('to_fp32', ['half_weights', 'half_weights'], ['half_weights']),
-        ('to_fp32', None, ['fp16']),  # what is native
-        ('to_half_weights', None, ['fp16']),
-    ],
-)
-def test_names_of_precisions(own, modes, names, support):
-    support(bf16='emulated')
-    assert [p.name for p in candidates(getattr(learner(), own)(), modes)] == ['fp32', *names]
 
 
 # -- what a copy sees
@@ -213,7 +199,7 @@ def once():
 def test_a_loader_that_can_be_iterated_once():
     learn = once()
     assert (learn.compare_precision('bf16', n_steps=12, n_seeds=0).table['steps'] == 12).all()
-    with pytest.raises(ValueError, match='(?s)found no batch .*iterated only once'):
+    with pytest.raises(ValueError, match='(?s)needs at least one batch, .*used only once'):
         learn.compare_precision('bf16')
 
 
@@ -286,7 +272,6 @@ ERRORS = {
     'fp32 fails in a report': lambda: learner(nn.Linear(5, 1)).precision_report(),
     'no loss scales to plot': lambda: learner().to_fp16().mixed_precision.plot_scales(),
     'nor in bf16': lambda: fitted(learner().to_bf16()).mixed_precision.plot_scales(),
-    'lazy': lambda: learner(nn.LazyLinear(1)).compare_precision(),
     'frozen': lambda: learner(frozen(mlp())).compare_precision(),
     'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
@@ -562,17 +547,15 @@ def test_text_and_plot(expected):
     import matplotlib.pyplot as plt
 
     table = table_of(bf16=speeds(11.0, 12.34, 13.0), fp16={'note': 'KeyError: 1', 'support': 'failed', 'loss': NAN})
-    losses, precisions = {'fp32': [2.0, 1.0], 'bf16': [2.0, 1.1], 'fp16': [2.0, NAN]}, candidates(learner(), LOW)
-    calls = {name: f'learn.to_{name}()' for name in losses}
+    losses, learn = {'fp32': [2.0, 1.0], 'bf16': [2.0, 1.1], 'fp16': [2.0, NAN]}, learner()
     r = PrecisionComparison(
         table,
         losses,
         [[2.0, 0.9]] * 2,
         'bf16',
         'Why.',
-        calls,
         ['A note.'],
-        dict(zip(losses, map(Contestant, precisions))),
+        {name: Call(like_own(learn, find_precision(name))) for name in losses},
     )
     assert f'{r!r}\n' == expected('comparison')
     assert '<table' in r._repr_html_() and '<code>learn.to_bf16()</code>' in r._repr_html_()

@@ -18,11 +18,9 @@ from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, p
 from states import ASK, InStep, bits, language_model, rich, shuffled
 
 
-def train(learn, n=4):
+def train(learn, n=4, lr=None):
     "Train some batches of a loader like the learner's, in a custom loop."
-    if not learn.opt:
-        learn.create_opt()
-    begin_fit(learn, n)
+    begin_fit(learn, n, lr)
     learn('before_train')
     for i, b in zip(range(n), loader_like(learn.dls.train)):
         learn.one_batch(i, b)
@@ -88,7 +86,7 @@ def test_the_copy_trains_as_the_learner_would(opt):
         copy.to_fp16(init_scale=256.0)
         flags = [vars(getattr(o, 'opt', o)).keys() for o in (copy.opt, learn.opt)]
         assert flags[0] == flags[1]  # such as that of fused optimizers, which skip on the device
-        train(copy, 6)
+        train(copy, 6, 0.01)
         found, state = params(copy), opt_state(copy.opt)
     learn.fit(1, 0.01)
     assert same(found, params(learn)) and same(state, opt_state(learn.opt))

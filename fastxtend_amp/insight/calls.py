@@ -1,0 +1,110 @@
+"A call that trains a learner in another way, with the arguments that its own precision has: its text and its effect."
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from fastcore.foundation import L
+
+from ..precisions import Precision
+from ..precisions.base import defaults_of, written
+from ..precisions.matching import match_modules
+from ..tensors import map_tensors
+from ..training.callback import MixedPrecision
+from ..training.loop import precision_callback, set_precision
+
+
+@dataclass(frozen=True)
+class Call:
+    "A call that sets a precision, and possibly the memory format and compilation. `str` is its text, `apply` makes it."
+    precision: Precision
+    options: dict[str, Any] = field(default_factory=dict) # Of the precision callback
+    channels_last: bool = False # Whether the format changes; otherwise it stays as it is
+    compiled: bool = False
+
+    @classmethod
+    def of(cls, learn: Learner, precision: Precision) -> Call:
+        "Return the call that sets a precision, and keeps the options of the learner's precision callback."
+        cb, defaults = precision_callback(learn), defaults_of(MixedPrecision)
+        names = ('on_overflow', 'max_skips') if cb and precision.kind is not Precision else ()
+        return cls(precision, {n: getattr(cb, n) for n in names if getattr(cb, n) != defaults[n]})
+
+    def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
+        text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
+        if self.channels_last: text += f".to_channelslast({'use_amp=False' if self.is_fp32 else ''})"
+        return f'{text}; learn.model.compile()' if self.compiled else text
+
+    @property
+    def is_fp32(self) -> bool: return self.precision.kind is Precision
+
+    def apply(self,
+        learn: Learner, # Outside a fit; its loss scale starts again
+        **options: Any # Of the precision callback, instead of those of the call
+    ) -> None:
+        "Make the call."
+        if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
+        if not self.is_fp32: set_precision(learn, MixedPrecision(self.precision.like(), **self.options | options))
+        if self.channels_last: _to_channels_last(learn)
+        if self.compiled: learn.model.compile()
+
+
+def _to_channels_last(learn):
+    """Convert the weights, and the optimizer's state with them.
+
+    Fused optimizers step through memory, and would pair weights with the state of others.
+    """
+    learn.to_channelslast(use_amp=False)
+    learn.model.to(memory_format=torch.channels_last)
+    def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
+    opt: Any = learn.opt
+    while hasattr(opt, 'opt'): opt = opt.opt
+    for p, state in opt.state.items() if opt else (): opt.state[p] = map_tensors(converted, state)
+
+
+# -- the precision of a call
+
+def own_precision(learn: Learner) -> Precision:
+    "Return the learner's precision; plain fp32 without a precision callback."
+    return getattr(precision_callback(learn), 'precision', Precision())
+
+
+def like_own(
+    learn: Learner,
+    cls: type[Precision],
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
+    init_scale: float | None = None, # First loss scale; the learner's own if None
+) -> Precision:
+    """Return a precision of this class with those of the arguments of the learner's own that it accepts, and advice.
+
+    Modules are given by their names, which mean the same in a copy of the learner.
+    """
+    if cls is Precision: return Precision()
+    own = own_precision(learn)
+    new = own if type(own) is cls else cls()
+    for name, value in own.changed.items():
+        if name not in new.arguments: continue
+        if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
+        with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
+    changes: dict[str, Any] = {}
+    names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
+    if names: changes['fp32_modules'] = names
+    if init_scale and new.kind.scales_loss and 'enabled' not in new.changed:
+        is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
+        changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
+        if 'scaler' in new.changed: changes['scaler'] = None     # which has its own scale
+    return new.like(**changes)
+
+
+def advised(
+    learn: Learner,
+    kind: type[Precision],
+    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
+    init_scale: float | None = None, # First loss scale; the learner's own if None
+) -> Call: # In the class of the learner's own precision, if that computes in `kind`
+    "Return the call that trains in this precision, with what a report advises."
+    own = own_precision(learn)
+    return Call.of(learn, like_own(learn, type(own) if own.kind is kind else kind, fp32_modules, init_scale))
