@@ -154,6 +154,10 @@ def loader_like(
     except Exception: return dl
 
 
+# Of the copy's attributes; the `logger` of CSVLogger holds an open file.
+_SILENT = dict(logger=noop, save=noop, load=noop, export=noop)
+
+
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if takes_part(cb)]
@@ -175,14 +179,14 @@ def _copy(learn, optimizer):
 
     memo[id(learn.model)] = copied('model', unwrapped(learn.model))      # instead of what wraps it
     for name, part in vars(learn).items():
-        if isinstance(part, Callback) or name in ('cbs', 'opt', 'scaler'): continue
+        if isinstance(part, Callback) or name in ('cbs', 'opt', 'scaler', *_SILENT): continue
         vars(new)[name] = copied(name, part)
     new.opt = copied('opt', learn.opt) if optimizer else None
     new.cbs = L([copied(cb.name, cb) for cb in cbs])
     for cb in new.cbs: vars(new)[cb.name] = cb
     if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
         new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
-    vars(new).update(logger=noop, save=noop, load=noop, export=noop)
+    vars(new).update(_SILENT)
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
         for name, flag in vars(learn.opt.opt).items():
             if isinstance(flag, (int, float)): vars(inner).setdefault(name, flag)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest, torch
+from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
 from torch.nn import functional as F
 
@@ -137,8 +138,10 @@ def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     assert learn.mixed_precision.fp32_module_names == again.mixed_precision.fp32_module_names != []
 
 
-def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue():
-    learn, seen = learner(Growing(0), loaders(96)).to_fp16(on_overflow='fix', init_scale=64.0, growth_interval=7), []
+def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue(tmp_path):
+    logger = CSVLogger(tmp_path / 'history.csv')  # holds an open file, which cannot be copied
+    learn, seen = learner(Growing(0), loaders(96), cbs=logger), []
+    learn.to_fp16(on_overflow='fix', init_scale=64.0, growth_interval=7)
     cb = learn.mixed_precision
     note = lambda l: l.training and seen.append((id(l.opt), cb.scale, len(cb.skips)))
     learn.add_cb(At('after_batch', note, 70)).fit(2, 0.02)
