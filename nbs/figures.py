@@ -30,8 +30,8 @@ def rows() -> list[tuple[str, dict]]:
 def cases() -> str:
     "Return the result of `nbs/cases.py` in two sentences."
     text = (RUNS / 'cases.md').read_text(encoding='utf-8').partition('<!-- cases -->\n')[2].partition('<!-- end -->')[0]
-    total, _, healthy = text.strip().split('\n\n')
-    return f'{total} {len(healthy.splitlines()) - 2} of the models are healthy.'
+    total, *_, healthy = text.strip().split('\n\n')
+    return f'{total} {len(healthy.splitlines())} of the models are healthy.'
 
 
 def reports() -> dict[Path, str]:

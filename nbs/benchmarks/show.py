@@ -1,6 +1,7 @@
-"The benchmark's report: tables as text that is also Markdown, and a chart."
+"The benchmark's report: tables in Markdown, and a chart."
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -10,66 +11,59 @@ import pandas as pd
 
 from .measure import NOISY, PACKAGES, noisy, notch
 
-WORDS = 'mode', 'contestant', 'optimizer', 'note'                # columns of words, flush left
-COLUMNS = f"""\
-- ms: milliseconds per step, median over blocks of steps; the contestants are timed in alternating rounds.
-- x fp32: speed-up over fp32 in the same framework with the same optimizer; median over pairs of blocks, quartiles.
-- x plain: this speed-up divided by that of the PyTorch loop ('plain loop'). The fixed cost of a framework
-  per step pulls it towards 1 for tiny models.
-- syncs: GPU synchronizations per step in addition to those in fp32; there is no such column on a CPU.
-- faults: page faults per step, pages of memory that the system gave to the process.
-- ~: the median's 95% interval, 1.57 (q3 - q1) / sqrt(blocks), is wider than {NOISY:.0%} either
-  way, or there was one block."""
+HEADS = {'plain loop': 'PyTorch loop', 'fastxtend_amp, tuned': 'tuned'}
+EXPLAINED = f"""\
+Speed-ups of a training step over fp32 in the same framework, with the same optimizer: medians of alternating blocks of
+steps. `fp32, ms` is a step's time in fastai's loop. A ~ marks a median whose 95% interval, 1.57 (q3 - q1) /
+sqrt(blocks), is wider than {NOISY:.0%} either way. The JSON file beside this page also has quartiles, the ratios to the
+PyTorch loop and page faults."""
 
 
 # -- tables
 
 def tables(figures: dict[str, Any]) -> str:
-    "Return the run as text; `figures` are `bench`'s, or a file's that it wrote."
-    return '\n\n'.join([_head(figures), COLUMNS, *_models(figures)]) + '\n'
+    "Return the run as Markdown; `figures` are `bench`'s, or a file's that it wrote."
+    return '\n\n'.join([_head(figures), EXPLAINED, *_tables(figures)]) + '\n'
 
 
 def _head(figures: dict[str, Any]) -> str:
     m = figures['machine']
-    modes = ', '.join(f'{mode} {support}' for mode, (support, _) in figures['support'].items())
+    modes = ', '.join(f'{mode} ({support})' for mode, (support, _) in figures['support'].items())
     gpu = f" ({m['gpu']}), fp32 without TF32" if 'gpu' in m else ''
     versions = ', '.join(f'{name} {m[name]}' for name in ('python', 'torch', *PACKAGES) if m.get(name))
-    lines = [f"# Benchmark on {m['device']}: {modes}", '', f"- Command: `{figures['command']}`",
-             f"- Machine: {m['cpu']}, {m['cores']} cores ({m['capability']}), {m['threads']} threads, load average "
-             f"{m['load_average']}; {m['system']}", f"- Device: {m['device']}{gpu}", f'- Versions: {versions}']
+    lines = [f"# Training steps on {m['device']}: {modes}", '', f"- Command: `{figures['command']}`",
+             f"- Machine: {m['cpu']}, {m['cores']} cores ({m['capability']}), {m['threads']} threads{gpu}",
+             f'- Versions: {versions}']
     lines += [f'- {mode}: {support} here ({why})' for mode, (support, why) in figures['support'].items()]
     return '\n'.join(lines)
 
 
-def _models(figures: dict[str, Any]) -> Iterator[str]:
-    for model in figures['models']:
-        size = f"batch size {model['batch_size']}, {model['parameters']:,} parameters"
-        yield f"## {model['name']}: {model['what']}, {size}"
-        table = pd.DataFrame([_row(r) for r in figures['rows'] if r['model'] == model['name']])
-        same = {name: table[name][0] for name in table if table[name].nunique() == 1}
-        yield '; '.join(f'{name}: {value}' for name, value in same.items() if value)
-        yield _markdown(table.drop(columns=same))
+def _tables(figures: dict[str, Any]) -> Iterator[str]:
+    "Return a table for each precision and optimizer, and what its contestants noted."
+    rows = pd.DataFrame(figures['rows'])
+    fp32 = rows[(rows['mode'] == 'fp32') & (rows.contestant == 'fastai loop')].set_index(['model', 'optimizer']).ms
+    for (mode, optimizer), found in rows[rows['mode'] != 'fp32'].groupby(['mode', 'optimizer'], sort=False):
+        yield f'## {mode}, {optimizer}'
+        names = [*dict.fromkeys(found.contestant)]
+        heads = ['model', 'batch', 'fp32, ms', *(HEADS.get(name, name) for name in names)]
+        lines = [heads, ['---', *['--:'] * (len(heads) - 1)]]
+        for model in figures['models']:
+            by_name = {r['contestant']: r for r in found[found.model == model['name']].to_dict('records')}
+            lines.append([model['what'], str(model['batch_size']), _number(fp32.get((model['name'], optimizer))),
+                          *(_ratio(by_name.get(name)) for name in names)])
+        yield '\n'.join(f"| {' | '.join(line)} |" for line in lines)
+        records = found.replace({'contestant': HEADS}).to_dict('records')
+        said = [f"- {r['contestant']}: {r['note']}" for r in records if r['note']]
+        said += [f"- {r['contestant']}: {r['syncs']:g} GPU synchronizations per step besides those in fp32"
+                 for r in records if r['syncs'] is not None and not math.isnan(r['syncs'])]
+        if said: yield '\n'.join(dict.fromkeys(said))
 
 
-def _markdown(table: pd.DataFrame) -> str:
-    "Return a table in Markdown that is also aligned as text."
-    columns = []
-    for name in table:
-        cells = [name, *table[name]]
-        width, left = max(map(len, cells)), name in WORDS
-        mark = '-' * (width + 1) + ('-' if left else ':')
-        head, *rest = (f' {cell:{"<" if left else ">"}{width}} ' for cell in cells)
-        columns.append([head, mark, *rest])
-    return '\n'.join(f'|{"|".join(row)}|' for row in zip(*columns))
+def _number(ms: float | None) -> str: return '-' if ms is None or math.isnan(ms) else f'{ms:,.1f}'
 
 
-def _row(r: dict[str, Any]) -> dict[str, str]:
-    def number(x, form): return '' if x is None else format(x, form)
-    def ratio(q): return '' if q is None else f'{marked(q, r["blocks"])} ({q[0]:.2f}-{q[2]:.2f})'
-    return {'mode': r['mode'], 'contestant': r['contestant'], 'optimizer': r['optimizer'],
-            'ms': number(r['ms'], ',.2f'), 'x fp32': ratio(r['vs_fp32']), 'x plain': ratio(r['vs_plain_loop']),
-            'syncs': number(r['syncs'], 'g'), 'faults': number(r['page_faults'], ',.0f'),
-            'blocks': str(r['blocks']), 'note': r['note']}
+def _ratio(record: dict[str, Any] | None) -> str:
+    return marked(record['vs_fp32'], record['blocks']) if record and record['vs_fp32'] else '-'
 
 
 def marked(quartiles: list[float], blocks: int) -> str:
