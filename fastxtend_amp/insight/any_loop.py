@@ -22,10 +22,10 @@ _CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': '
 
 def precision_report(
     model: nn.Module,
-    batches: Iterable, # A DataLoader or a list: of tuples of inputs and a target, or of dicts of the model's arguments
+    batches: Iterable, # A DataLoader or a list: tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the model's output and the target; None for dicts
     *,
-    n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
+    n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
     **kwargs: Any # Other arguments of `Learner.precision_report`: `precisions`, `max_seconds`, `device`
 ) -> PrecisionReport: # Calls in it are a precision with its arguments: 'fp16, init_scale=1024'
     """Report whether a model trains in low precision, and which modules have to stay in fp32, without a learner.
@@ -39,7 +39,7 @@ def precision_report(
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
     by_name = loss_func is None
     if not all(isinstance(b, Mapping if by_name else (tuple, list)) for b in drawn):
-        raise TypeError('batches must have tuples of inputs and a target, with `loss_func`; or dicts, without it.')
+        raise TypeError('batches must be tuples of inputs and a target if `loss_func` is given, otherwise dicts.')
     if by_name: loss_func, drawn = _loss, [(dict(b), ()) for b in drawn]
     else: drawn = [*map(tuple, drawn)]                           # named tuples as well
     dls = DataLoaders(drawn, drawn)
@@ -56,5 +56,5 @@ def precision_report(
 def _loss(output, _):
     loss = output.get('loss') if isinstance(output, Mapping) else getattr(output, 'loss', None)
     if torch.is_tensor(loss): return loss
-    raise ValueError(f'The model returned a {type(output).__name__} without a loss.\nAdd the targets to the dicts, as '
-                     "'labels' for example; or pass tuples of inputs and a target, and `loss_func`.")
+    raise ValueError(f'The output of the model, a {type(output).__name__}, has no loss.\nAdd the targets to the '
+                     "dicts, for example as 'labels', or pass tuples of inputs and a target, and `loss_func`.")

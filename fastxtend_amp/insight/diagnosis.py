@@ -84,7 +84,7 @@ def _run_again(
     cb, kind = precision_callback(learn), alarm.kind
     sample = Sample(learn, [alarm.batch], alarm.random_state)
     if sample.wrong:
-        return sample.wrong, _BAD if bad else 'Look at the learning rate, the loss function and the data'
+        return sample.wrong, _BAD if bad else 'Check the learning rate, the loss function and the data'
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         alarm.remedy = Precision, (), None
         return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'

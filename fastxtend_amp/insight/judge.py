@@ -174,16 +174,16 @@ class Judge:
     def _moved(self, far, low, scale): # `far`: nan if unknown
         "Return the modules that bring a mean gradient near to that in fp32, and how far it is, for the reason."
         if math.isnan(far): return [], ''
-        moves = f'; rounding moves the mean gradient by {far:.2g} of its standard error over batches'
-        if far < _LARGE: return [], f'{moves}; from {_LARGE} on it may matter'
+        moves = f'; rounding shifts the mean gradient by {far:.2g} standard errors ({_LARGE} or more may matter)'
+        if far < _LARGE: return [], moves
         if far == math.inf: moves = '; gradients of some batches are finite only in fp32'
         tried = self._candidates(low)
         names = smallest(tried, lambda names: self._distance([*self.keep, *names], scale).ratio < _SMALL)
         helps = some(map(named, names)) or 'no module that was tried'
         if len(names) > 1 and names == tried: names, helps = [], 'only all modules'
         self.reasons |= dict.fromkeys(names, '')
-        return names, (f'{moves}, and from {_LARGE} on it may matter; with {helps} in fp32 it is below {_SMALL}. It is '
-                       'a warning sign, not a proof: some such models train as well as in fp32')
+        return names, (f'{moves}; with {helps} in fp32, it is below {_SMALL}. This is a warning sign, not a proof: '
+                       'some such models train as well as in fp32')
 
 
 def smallest(names: list[str], helps: Callable) -> list[str]:

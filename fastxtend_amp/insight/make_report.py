@@ -38,9 +38,9 @@ _DETERMINISTIC = 1e-3  # relative difference of losses, below that of most model
 @patch
 def precision_report(self: Learner,
     precisions: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
-    n_batches: int = 1, # Number of batches to look at; gradients are compared on up to 6
+    n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
-    max_seconds: float = 60., # Time after which no further run starts; precisions without a verdict get 'not known'
+    max_seconds: float = 60., # Time limit; precisions without a verdict by then get 'not known'
     device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
 ) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
     """Report whether the model trains in low precision, and which modules have to stay in fp32.
@@ -65,7 +65,7 @@ def precision_report(self: Learner,
     """
     kinds = [*map(find_precision, L(precisions))]
     if not kinds or any(not kind.dtype for kind in kinds):
-        raise ValueError(f"precisions={precisions!r} cannot be used: give 'bf16', 'fp16', 'fp8', or a list of these.")
+        raise ValueError(f"precisions={precisions!r} cannot be used: pass 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(max_seconds=max_seconds)
     check_integer(1, n_batches=n_batches)
     check_argument('dl', dl, lambda dl: dl is None or hasattr(dl, '__iter__'), 'a DataLoader or another iterable')

@@ -24,21 +24,21 @@ class Verdict:
     |---|---|
     | 'safe so far' | nothing was flagged on these batches with the current weights |
     | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
-    | 'keep modules in fp32' | some modules fail, overflow, come close to it, or have an error above 10% |
-    | 'gradient differs' | the mean gradient of some batches is far from that in fp32: a warning sign, not a proof |
+    | 'keep modules in fp32' | some modules fail, overflow or nearly do so, or have an error above 10% |
+    | 'gradient differs' | the mean gradient is far from that in fp32: a warning sign, not a proof |
     | 'do not use' | nothing that was tried helps |
-    | 'cannot run' | the device has no kernel for it, or the model's code or weights do not allow it |
+    | 'cannot run' | the device has no kernel for it, or the model does not allow it |
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
     """
     precision: str # Its name, such as 'bf16'
     verdict: str # One of the above
     reason: str # What was found
-    call: str = '' # The next call to make; empty if fp32 fails as well
+    call: str = '' # The next call to make; empty if there is none
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
-    init_scale: float | None = None # Loss scale to start from, if the default is outside `scale_range` or near its top
-    error: float = math.nan # Relative difference of the predictions in validation from those in fp32; nan if unknown
+    init_scale: float | None = None # Loss scale to start from, if the default does not suit
+    error: float = math.nan # Relative difference of predictions from those in fp32
 
     def __str__(self):
         following = f' Next: `{self.call}`' if self.call else ''
@@ -49,21 +49,18 @@ class Verdict:
 class PrecisionReport(Shown):
     """The result of `Learner.precision_report`.
 
-    `table` has one row per precision and module, in execution order, of the first run without an error. In that run,
-    only your own `fp32_modules`, and modules that raise an error in 16 bits, compute in fp32.
+    `table` has one row per precision and module, in execution order. Only your own `fp32_modules`, and modules that
+    raise an error in 16 bits, were in fp32.
 
-    | column of `table` | meaning | unit |
-    |---|---|---|
-    | `precision` | the precision | its name, such as 'bf16' |
-    | `module` | '(model)' is the model's own `forward` | name |
-    | `type` | class of the module | name |
-    | `format` | `precision`, or 'fp32' if no result is 16-bit; `headroom` is then inf | name |
-    | `largest` | largest absolute value that the module computes, in fp32 | value |
-    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input; nan on NaN | ratio |
-    | `error` | relative error of its own arithmetic, on the inputs it got; inf on overflow, nan if unknown | ratio |
-    | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling | value |
-    | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 | ratio |
-    | `flagged` | whether the module is flagged | bool |
+    | column of `table` | meaning |
+    |---|---|
+    | `precision`, `module`, `type`, `flagged` | '(model)' is the model's own `forward` |
+    | `format` | the precision, or 'fp32' if no result is 16-bit |
+    | `largest` | largest absolute value that the module computes, in fp32 |
+    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input |
+    | `error` | relative error of the module's own arithmetic, on the inputs it got |
+    | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling |
+    | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 |
 
     Columns of `constants`: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`,
     `flagged`.
@@ -72,8 +69,8 @@ class PrecisionReport(Shown):
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
-    notes: list[str] # Causes besides modules, what was looked at, and what was left out
-    constants: pd.DataFrame # One row per constant in the code that becomes 0, 1, -1 or infinity in 16 bits
+    notes: list[str] # What was looked at, what was left out, and causes besides modules
+    constants: pd.DataFrame # Numbers in the code that become 0, 1, -1 or infinity in 16 bits
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -81,7 +78,7 @@ class PrecisionReport(Shown):
         return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
 
     def plot(self): # The matplotlib axes
-        """Plot the largest value in each module against the range of fp16; bf16 has the range of fp32.
+        """Plot the largest value in each module against the range of fp16.
 
         Flagged modules are red, those in fp32 hollow. Only flagged modules and those with the largest values are drawn,
         30 at most, in execution order.

@@ -63,7 +63,7 @@ class FP16(Precision):
         init_scale: float = 65536.0, # Loss scale to start from
         growth_factor: float = 2.0, # Multiplies the scale after `growth_interval` steps without a skip
         backoff_factor: float = 0.5, # Multiplies the scale after a skipped step
-        growth_interval: int = 2000, # Number of consecutive steps without a skip after which the scale grows
+        growth_interval: int = 2000, # Consecutive steps without a skip after which the scale grows
         enabled: bool = True, # Scale the loss; False trains without loss scaling
         *,
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling
@@ -81,7 +81,7 @@ class FP16(Precision):
                        "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU, with a finite scale")
         given = [name for name in self.changed if name in defaults_of(FP16) and name != 'fp32_modules']
         if len(given) > 1 and {'enabled', 'loss_scale', 'scaler'} & {*given}:
-            raise ValueError(f'{" and ".join(given)} cannot be combined. Give one of them.')
+            raise ValueError(f'{" and ".join(given)} cannot be combined. Pass only one of them.')
         self.is_fixed, self.is_users = loss_scale is not None, scaler is not None
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
         # The scaler in its newest state.

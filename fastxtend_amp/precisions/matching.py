@@ -46,7 +46,7 @@ def match_modules(
         if not hits:
             names = [name for name, _ in places]
             near = difflib.get_close_matches(str(part), names, 4, .5) or names[:4]
-            hint = ' Give a type as `nn.LayerNorm`, not as its name.' if isinstance(part, str) else ''
+            hint = ' Pass a type as `nn.LayerNorm`, not as a string.' if isinstance(part, str) else ''
             part = getattr(part, '__name__', repr(part))
             raise ValueError(f"{argument}={part} matches no module of the model.\nModules: {', '.join(near)} ...\n"
                              f'`learn.model.named_modules()` gives all names.{hint}')
@@ -96,5 +96,5 @@ def _test_of(part: Any, argument: str) -> Test:
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))
     raise TypeError(f"{argument}={part!r} cannot be used.\n"
-                    "Give names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of the "
+                    "Pass names with wildcards such as 'head.*', module types such as nn.LayerNorm, modules of the "
                     "model, functions that take a module, or a list of these.")

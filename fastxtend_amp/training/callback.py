@@ -63,7 +63,7 @@ class MixedPrecision(fp16.MixedPrecision):
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision, or its name
         *args: Any, # Arguments of the precision, as in `to_fp16` and the others
         on_overflow: str = 'warn', # When training fails: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
-        max_skips: int = 16, # Number of consecutive skipped steps after which training counts as failed
+        max_skips: int = 16, # Consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
     ):
         if isinstance(amp_mode, Precision):
@@ -121,19 +121,19 @@ class MixedPrecision(fp16.MixedPrecision):
         return self.state_dict().get('scale', 1. if is_watched else None)
     @property
     def scales(self) -> list[float]:
-        "The loss scale at each attempted optimizer step since the callback was added, without those of `lr_find`."
+        "The loss scale at each attempted optimizer step so far, except in `lr_find`."
         return [*map(abs, self.history.read())]
     @property
     def skips(self) -> list[bool]:
-        "For each entry of `scales`, True if that step was skipped because a gradient was not finite."
+        "For each entry of `scales`, True if that step was skipped."
         return [*self.history.skips()]
     @property
     def skipped(self) -> bool:
-        "True if the latest step of this fit was skipped. Known from `before_step` (order > 10) on. May synchronize."
+        "True if the latest step was skipped: known from `before_step` (order > 10) on. May synchronize."
         return self._scaling is not None and bool(self._scaling.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
-        "Return the precision's state as plain numbers, at any time; empty in bf16 and fp32."
+        "Return the precision's state as plain numbers; empty in bf16 and fp32."
         return self.precision.state_dict()
 
     def load_state_dict(self,
@@ -158,14 +158,14 @@ class MixedPrecision(fp16.MixedPrecision):
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
-        "Return `loss` times the loss scale in a training batch; elsewhere, and without loss scaling, `loss` itself."
+        "Return `loss` times the loss scale in a training batch with loss scaling, otherwise `loss` itself."
         return loss if self._scaling is None else self._scaling.scale_loss(loss)
 
     # -- a fit
 
     @property
     def autocast(self) -> Any:
-        "Autocast as a context, for callbacks that call the model, from `before_fit` to `after_fit`; elsewhere None."
+        "Autocast as a context, for callbacks that call the model; None outside of a fit."
         return self.fit and self.fit.autocast
     @property
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling

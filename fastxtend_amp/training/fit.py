@@ -91,9 +91,9 @@ def warn_of_emulation(learn: Learner, precision: Precision, device: torch.device
     "Warn, once for a learner, of a device that runs a precision without hardware for it."
     support = precision.support(device)
     if support.status != 'emulated': return
-    times = {'fp16': 'up to 125 times ', 'bf16': 'up to 18 times '}.get(precision.kind.name, '')       # as measured
-    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): convolutions are {times}slower than "
-              'in fp32, linear layers about as fast.\nCall `learn.to_amp()`, which selects only what the device '
+    times = {'fp16': ', up to 125 times', 'bf16': ', up to 18 times'}.get(precision.kind.name, '')     # as measured
+    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32"
+              f"{times if device.type == 'cpu' else ''}.\nCall `learn.to_amp()`, which selects only what the device "
               f"accelerates; `learn.compare_precision('{precision.name}')` measures it.", learn)
 
 

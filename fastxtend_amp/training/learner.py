@@ -63,19 +63,18 @@ followers.append(_add_method)
 @delegates(Learner.to_fp16)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
-    measure: bool = False, # Time precisions on real batches, and pick the fastest; combine it only with `max_seconds`
+    measure: bool = False, # Time precisions on real batches, and pick the fastest; allows only `max_seconds` besides
     max_seconds: float | None = None, # Time limit of measuring, approximate for slow models; 60 if None
     **kwargs
 ) -> Learner: # The learner
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
 
-    It prints the choice and the reason. The choice depends only on the device; small models may still be faster in
-    fp32.
+    The choice depends only on the device; small models may still be faster in fp32.
 
-    With `measure=True`, it runs `compare_precision` on copies of the learner, and applies the row that is recommended:
-    a precision, fp32 included, and for models with 2-d convolutions the memory format. `learn.precision_decision` holds
-    the details. The arguments of an earlier call are kept, such as those of `learn.to_fp16(fp32_modules=...)`.
-    Distributed runs raise `RuntimeError`.
+    With `measure=True`, it runs `compare_precision` on copies of the learner, and applies what that recommends: a
+    precision, fp32 included, and for models with 2-d convolutions the memory format. `learn.precision_decision` holds
+    the details. Arguments of an earlier call, such as `learn.to_fp16(fp32_modules=...)`, are kept. Distributed runs
+    raise `RuntimeError`.
     """
     check_bool(measure=measure)
     if measure:
@@ -137,8 +136,7 @@ def precision_as(self: Learner,
 def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new one for each use
     """Context manager: autocast as in `fit`, for calling the model yourself. No effect in fp32.
 
-    `with learn.amp_context(): learn.model(x)` works inside and outside of `fit`. The backward pass of a model with
-    activation checkpointing belongs inside it.
+    It works inside and outside of `fit`. Call `backward()` inside it if the model uses activation checkpointing.
     """
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()

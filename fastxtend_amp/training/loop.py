@@ -66,8 +66,8 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
         _warn_of_fastais()
     if cb and cb.learn is not learn:
-        raise RuntimeError('The `MixedPrecision` callback of this learner has been added to another one since. Create '
-                           'one for each learner.')
+        raise RuntimeError('The `MixedPrecision` callback of this learner has since been added to another learner. '
+                           'Create one for each.')
     is_users_loop = event_type == 'batch'                        # over `one_batch`; it has one fit for all batches
     try:
         if cb is None: return run()

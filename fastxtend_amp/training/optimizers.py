@@ -37,7 +37,7 @@ def fused(
     if cls not in FUSED.values():
         raise ValueError(f"optimizer={optimizer!r} cannot be used: fused supports {', '.join(FUSED)} or torch's class "
                          "of that name, such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW "
-                         'does. Give other optimizers to `Learner(opt_func=...)` itself.')
+                         'does. Pass other optimizers to `Learner(opt_func=...)` directly.')
     if not hypers.pop('fused', True):
         raise ValueError('fused=False cannot be used: `fused` always returns a fused optimizer.')
     inspect.signature(cls).bind_partial(None, None, fused=True, **hypers)   # `params` and `lr`, which fastai gives

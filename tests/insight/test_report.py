@@ -202,7 +202,7 @@ EVIDENCE = {  # a learner, and what the report on bf16 says
     'vmap': (lambda: learner(Mapped()), unseen + "'inner'"),
     'forward-mode AD': (lambda: learner(Directional()), unseen + "the model's own `forward`, 'inner'"),
     'a callback': (lambda: learner(cbs=Teacher()), 'callback `Teacher` does not run in bf16: the teacher wants fp32'),
-    'random weights in before_fit': (lambda: learner(cbs=NewHead()), 'safe so far.* moves the mean gradient by 0.0'),
+    'random weights in before_fit': (lambda: learner(cbs=NewHead()), 'safe so far.* shifts the mean gradient by 0.0'),
     'not deterministic': (
         lambda: learner(layers(Act(by_chance))),
         r'The model is not deterministic: two runs of one batch in fp32 have losses of \S+ and \S+\.',
