@@ -107,8 +107,6 @@ learn.to_half_weights('bf16', master_weights=False).fit(1)
 ''',
     'is_depthwise': '''
 print(is_depthwise(nn.Conv2d(8, 8, 3, groups=8)))  # True
-learn.model = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1, groups=6), nn.Flatten(), nn.Linear(6, 1))
-learn.to_bf16(fp32_modules=is_depthwise).fit(1)
 ''',
     'is_grouped': '''
 print(is_grouped(nn.Conv2d(8, 8, 3, groups=4)))  # True

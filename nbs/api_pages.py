@@ -219,12 +219,3 @@ def names_part():
 def shared_part():
     "Return the list of shared arguments."
     return '\n'.join(line(name, default, text) for (name, _, default), text in shared().items())
-
-
-def precision_part():
-    "Return what a subclass of `Precision` may have, as a table, for CONTRIBUTING."
-    fields = re.findall(r'^    (\w+): [^#]* # (.+)$', inspect.getsource(Precision), re.M)
-    methods = {'support': Precision.support.__func__, **members(Precision)}
-    rows = [*fields, *((n, ' '.join(inspect.getdoc(m).split())) for n, m in methods.items())]
-    return '\n'.join(['| attribute or method | what it does |', '|---|---|',
-                      *(f'| `{n}` | {text} |' for n, text in rows)])

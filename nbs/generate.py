@@ -48,7 +48,6 @@ PARTS: dict[str, Callable[[], str]] = {          # by the name in the mark
     **{name.replace('_', ' '): partial(api_pages.page, name) for name in api_pages.PAGES},
     'operators': operators.part,
     'clone': clone,
-    'precision': api_pages.precision_part,
 }
 
 

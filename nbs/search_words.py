@@ -5,8 +5,8 @@ from sphinx.errors import ExtensionError
 
 WORDS = {
     'start': {
-        'Installation and devices': 'install, Windows, requirements, Python version, minimum PyTorch version, '
-                                    'fastai version, conda, pip install',
+        'Installation and devices': 'install, Windows, Intel Mac, requirements, Python version, '
+                                    'minimum PyTorch version, fastai version, conda, pip install',
         'Import it last': 'torch.jit.script is deprecated, import order',
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
@@ -15,10 +15,13 @@ WORDS = {
             'which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
             'RTX 3080, RTX 3090, '
             'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
-            'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16'},
+            'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16, bf16 on T4, bf16 on V100',
+        'bf16 or fp16 for my model?':
+            'precision, which precision should I use, fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16, '
+            'regression, forecasting, reinforcement learning'},
     '03_gpus_compile_xla': {
         'Several GPUs (DDP)': 'multi GPU, multi-GPU, multiple GPUs, DDP, distributed, distributed training, '
-                                         'notebook_launcher, Kaggle two T4, two GPUs',
+                                         'notebook_launcher, Kaggle two T4, two GPUs, accelerate launch',
         'FSDP2': 'FSDP, fully_shard',
         'DataParallel': 'DataParallel, to_parallel',
         'torch.compile': 'compile, inductor',
@@ -33,10 +36,7 @@ WORDS = {
                                   'silent overflow',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, it has been reset to, '
                                           'how many steps were skipped, n_skipped',
-        'Which precision should I use: bf16 or fp16?':
-            'precision, which precision should I use, what did to_amp choose, really trains in bf16, '
-            'bf16 on T4, bf16 on V100, '
-            'fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16',
+        'Which precision does my learner use?': 'what did to_amp choose, really trains in bf16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
         'Mixed precision is not faster': 'num_workers, data loading, '
@@ -84,7 +84,7 @@ WORDS = {
                                               'resume training, SaveModelCallback, '
                                               'crash during training, continue from last epoch, continue training, '
                                               'new process, second process, continue a run, '
-                                              'resume from checkpoint loss scale',
+                                              'resume from checkpoint loss scale, Google Drive, Colab disconnect',
                            'Export': "load_learner, export, deploy, deployment, serve, export model inference, "
                                      "export learner production, "
                                      "load model without fastxtend_amp,"
@@ -104,7 +104,8 @@ WORDS = {
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'Number formats': 'number format, bf16, bfloat16, fp16, what is bf16, what is fp16, '
                                        'what is mixed precision, mixed precision, mantissa, float16 and bfloat16',
-                     'Autocast': 'are weights float32, weights still float32, are weights float16 after training',
+                     'Autocast': 'Adam eps, are weights float32, weights still float32, '
+                                  'are weights float16 after training',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
@@ -145,6 +146,8 @@ WORDS = {
         'Activation checkpointing': 'gradient checkpointing, activation checkpointing',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
+        'The report for a PyTorch loop, Lightning or the Trainer':
+            'LightningModule, training_step, report without a learner, underflow_overflow, Trainer',
         'A frozen base in 16 bits (LoRA)': 'LoRA, peft, adapters, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',
