@@ -79,7 +79,8 @@ def operator(func: Any) -> Traits:
     is_view = any(a is not None and not a.is_write for a in aliases)
     makes_nothing = is_view or name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return Traits(name, draws, makes_nothing, func._schema.is_mutable, flop_registry.get(func.overloadpacket))
+    writes = func._schema.is_mutable or 'batch_norm' in name     # statistics, which not each such schema says
+    return Traits(name, draws, makes_nothing, writes, flop_registry.get(func.overloadpacket))
 
 
 def in_function_transform() -> bool:

@@ -209,6 +209,10 @@ EVIDENCE = {  # a learner, and what the report on bf16 says
     ),
     'whole batches are needed': (whole_batch, 'safe so far'),
     'digits': (far_from_0, r'Predictions differ from those in fp32 by \d\S+% in bf16\.'),
+    'statistics, updated once': (
+        lambda: learner(nn.Sequential(nn.Linear(6, 8), Act(lambda h: h + 9), nn.BatchNorm1d(8), nn.Linear(8, 1))),
+        r'Predictions differ from those in fp32 by 0\.\d+% in bf16\.',
+    ),
 }
 
 
