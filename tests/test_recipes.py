@@ -78,7 +78,9 @@ def trained(learn, mode, **kwargs):
 
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize(
-    'block', [b for b in BLOCKS if not re.search('trainer|8bit|to_fp8', b)], ids=lambda b: b.splitlines()[-1][:40]
+    'block',
+    [b for b in BLOCKS if not re.search(r'trainer|\blit\b|8bit|to_fp8', b)],
+    ids=lambda b: b.splitlines()[-1][:40],
 )
 def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
     "With its callbacks; in fp16 if it names no precision."
@@ -115,7 +117,7 @@ def test_an_ema_leaves_out_skipped_steps_and_lr_find(opt_func, mode, tmp_path):
 
 
 class OwnLoss(nn.Module):
-    "As a model of Hugging Face: called with the items of a batch; its output has the loss."
+    "As a model of Hugging Face: called with the items of a batch; its output has the loss. Also as one of Lightning."
 
     def __init__(self):
         super().__init__()
@@ -126,18 +128,22 @@ class OwnLoss(nn.Module):
         loss = F.mse_loss(pred, labels) if labels is not None else None
         return type('Output', (dict,), {'loss': loss})(loss=loss, logits=pred)
 
+    def training_step(self, batch, i):
+        return self(*batch).loss
+
 
 def test_the_report_on_a_loop_without_a_learner():
     loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
     named = [{'x': x, 'labels': y} for x, y in loader]
     trainer = SimpleNamespace(model=OwnLoss(), get_train_dataloader=lambda: iter(named))
-    lit = SimpleNamespace(net=Attentive())
+    lit = OwnLoss()
     found = recipe('get_train_dataloader', lit=lit, train_dataloader=loader, trainer=trainer)
+    step = recipe('training_step', lit=lit, train_dataloader=loader).report
     state = torch.get_rng_state()
     precision_report(lit.net, loader, F.mse_loss, precisions='bf16')
     assert torch.equal(state, torch.get_rng_state()) and not trainer.model._forward_pre_hooks
     assert same([*lit.net.parameters()], [*Attentive().parameters()]) and not replaced(lit.net)
-    for report, name in ((found.report, 'attn'), (found.trainers, 'net.attn')):
+    for report, name in ((found.report, 'attn'), (found.trainers, 'net.attn'), (step, 'lit.net.attn')):
         calls = [v.call for v in report.verdicts.values()]
         assert calls[0] == 'bf16' and calls[1].startswith('fp16') and f"fp32_modules=['{name}']" in calls[1]
         assert 'learn.' not in repr(report)
