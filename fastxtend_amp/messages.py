@@ -43,7 +43,7 @@ def is_users(frame: Any) -> bool:
 _said = WeakKeyDictionary[Any, set[str]]()                       # by what it was said of
 
 
-def warn_user(message: str, once_for: Any = None) -> None: # A learner or a model that is told this only once
+def warn_user(message: str, once_for: Any = None) -> None: # A learner, model or class of which this is said only once
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
     if once_for is not None:
         said = _said.setdefault(once_for, set())

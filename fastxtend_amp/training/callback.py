@@ -172,7 +172,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def in_batch(self) -> bool:
         "True while a batch is open, in which a precision cannot be exchanged."
-        return any(part.is_batch for part in self.parts)
+        return any(part.in_batch for part in self.parts)
 
     def at_batch_end(self, change: Callable[[], Any]) -> None:
         "Call `change` now, or when the batch that is open has ended; it replaces an earlier change of that batch."
@@ -290,7 +290,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_batch(self):
         "Exit autocast if `after_loss` did not run. Callbacks of a higher order may now exchange the precision."
         self.parts[-1].close()
-        self.parts[-1].is_batch = False
+        self.parts[-1].in_batch = False
     after_cancel_batch = after_batch                             # before callbacks of a higher order run
 
     def after_train(self):

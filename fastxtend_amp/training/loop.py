@@ -7,7 +7,7 @@ A learner without a precision runs fastai's own loop.
 """
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from fastai.callback import core, fp16
@@ -27,7 +27,8 @@ _PRECISIONS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecisi
 
 class Part:
     "A part of fastai's loop that is open, with the contexts that a precision has entered in it."
-    def __init__(self, is_batch: bool): self.is_batch, self.entered = is_batch, list[Any]()
+    def __init__(self, in_batch: bool): # Whether it is a batch; False again from `after_batch` on
+        self.in_batch, self.entered = in_batch, list[Any]()
 
     def enter(self, context: Any) -> None:
         context.__enter__()
@@ -64,7 +65,8 @@ def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> N
 def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, run: Callable[[], None]) -> None:
     "Run the outermost part, or any part in plain fp32; a precision may be set or exchanged in it."
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
-        _warn_of_fastais()
+        warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "
+                  'imported last.\nImport fastxtend_amp after fastai, or call `learn.to_fp16()`.', fp16.MixedPrecision)
     if cb and cb.learn is not learn:
         raise RuntimeError('The `MixedPrecision` callback of this learner has since been added to another learner. '
                            'Create one for each.')
@@ -86,12 +88,6 @@ def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, r
             now.close(failed=not isinstance(e, _CANCELS))
             now.do_waiting()
         raise
-
-
-@lru_cache                                                       # once a process
-def _warn_of_fastais() -> None:
-    warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "
-              'imported last.\nImport fastxtend_amp after fastai, or call `learn.to_fp16()`.')
 
 
 Learner._with_events = _with_events

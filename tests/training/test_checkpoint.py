@@ -62,20 +62,6 @@ def test_training_goes_on_from_a_file(to, opt, tmp_path):
     assert new.load('a') is new and goes_on_alike(learn, new)
 
 
-@pytest.mark.parametrize('from_', ['fp32', 'bf16', 'overflowing', 'flat'])
-@pytest.mark.parametrize('to', ['fp32', 'bf16', 'overflowing', 'static'])
-def test_files_of_other_precisions(from_, to, tmp_path):
-    learn, new = (after_fits(t, tmp_path, opt='adam') for t in (from_, to))
-    learn.save('a')
-    assert not told(lambda: new.load('a'), 'The file')
-    assert same(params(new), params(learn)) and same(opt_state(new.opt), opt_state(learn.opt))
-    if to == 'overflowing':
-        expected = learn if from_ == to else make(to)
-        assert new.mixed_precision.state_dict() == expected.mixed_precision.state_dict()
-    new.fit(1, 0.01)
-    assert set(new.mixed_precision.scales if to == 'static' else []) <= {512.0} and finite(new)
-
-
 def saved_by(cls, path):
     "A function that builds a learner, and one of them that has saved 'with' its optimizer and 'without'."
 

@@ -98,17 +98,6 @@ def test_compiled_once_for_training_and_once_for_validation(to, how, model, n):
     assert learn.mixed_precision.scales == eager.mixed_precision.scales
 
 
-def test_skips_growth_accumulation_and_validation_inside_a_fit_compile_nothing_again():
-    cbs = lambda: [spoil_at(2), GradientAccumulation(8), GradientClip(0.5)]
-    learn, eager = (build('overflowing', how, cbs=cbs()) for how in ('wrapped', None))
-    for l in (learn, eager):
-        l.fit(3, 0.01, cbs=At('after_train', Once(lambda l: l.validate()), 80))
-    scales = learn.mixed_precision.scales
-    assert learn.compiled.frame_count == 2 and sum(learn.mixed_precision.skips) > 0 and len(set(scales)) > 1
-    assert scales == eager.mixed_precision.scales
-    close(learn, eager)
-
-
 def test_each_precision_is_compiled_once_however_often_it_is_switched():
     "Also after a fit that an exception ended. PyTorch 2.9 does not compile a plain nn.Sequential in place."
     learn = build('bf16', 'wrapped')
