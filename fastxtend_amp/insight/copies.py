@@ -1,7 +1,7 @@
 "A copy of a learner to run on the side: whether there can be one, what it runs, and how its training begins."
 import copy, inspect, re, tempfile, warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..devices.facts import autocast_available
 from ..learners import is_sharded, training_device
 from ..messages import check_argument, first_line
 from ..precisions.matching import unwrapped
@@ -95,9 +96,10 @@ def copied_learner(
 
     Raises `ValueError` if the learner cannot be copied, with the name of the part.
     """
-    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(),
-          torch.autocast(training_device(learn).type, enabled=False), warnings.catch_warnings(),
-          torch.autograd.set_detect_anomaly(False)):             # an overflow is looked at, or skipped
+    device = training_device(learn).type
+    no_autocast: Any = torch.autocast(device, enabled=False) if autocast_available(device) else nullcontext()
+    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(), no_autocast,
+          warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False)):  # an overflow is looked at, or skipped
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
