@@ -211,6 +211,10 @@ def test_a_callback_that_wraps_the_forward(event, order, n):
         l.get_preds()
         l.fit(1, 0.01)
     assert learn.wraps_forward.calls == n and same(params(learn), params(plain))
+    kept = []
+    learn.fit(1, 0.01, cbs=At('after_pred', lambda l: kept.append(l.model[0].forward)))
+    with torch.autocast('cpu', BF16):
+        assert kept[0](torch.ones(2, 6)).dtype is BF16  # a forward of a fit is a plain one after it
     dtypes = output_dtypes(learn.to_bf16())
     learn.fit(1)
     assert {*dtypes} == {BF16}

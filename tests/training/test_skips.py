@@ -243,6 +243,7 @@ class ClipsLater(Clips):
 EARLY = {
     'Clips': ('fp16', lambda: [Clips(), GradientAccumulation(4)]),
     '': ('fp16', ClipsLater),
+    'only reads': ('fp16', lambda: At('after_backward', largest)),
     "fastai's": ('fp16', lambda: [GradientClip(0.01), GradientAccumulation(8)]),
     'bf16': ('bf16', Clips),
     'skipping': ('skipping', Clips),
