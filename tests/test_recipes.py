@@ -153,7 +153,7 @@ def test_the_report_on_a_loop_without_a_learner():
             return lit.net(named[0]['x'])
 
     assert pred().isnan().any()
-    recipe('def keep_in_fp32', model=lit.net)
+    recipe('def in_fp32', model=lit.net)
     assert pred().isfinite().all()
 
 

@@ -100,7 +100,7 @@ def finding(mode: str, rows: Rows) -> str:
     plain, tuned = gains('fastxtend_amp'), gains('fastxtend_amp, tuned')
     most = f', by up to {plain[-1]:.1f}x' if plain else ''
     more = f'; in {len(tuned)} if tuned' if len(tuned) > len(plain) else ''
-    return f'{mode} is faster than fp32 in {len(plain)} of {len(rows)} rows{most}{more}'
+    return f'{mode} is faster than fp32 in {len(plain)} of {len(rows)} models{most}{more}'
 
 
 def draw(ax: Any, rows: Rows, narrow: bool = False) -> None:

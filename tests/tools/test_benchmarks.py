@@ -76,8 +76,10 @@ def test_the_finding_and_the_chart_without_ratios(tmp_path):
     figures = json.loads((STORED / 'native_bf16.json').read_text())
     rows = show.by_model(figures, 'bf16')
     n = sum(found['fastxtend_amp']['vs_fp32'][0] > 1 for _, found in rows)
-    assert show.finding('bf16', rows).startswith(f'bf16 is faster than fp32 in {n} of {len(rows)} rows, by up to 1.7x')
-    assert show.finding('bf16', rows[-1:]) == 'bf16 is faster than fp32 in 0 of 1 rows'
+    assert show.finding('bf16', rows).startswith(
+        f'bf16 is faster than fp32 in {n} of {len(rows)} models, by up to 1.7x'
+    )
+    assert show.finding('bf16', rows[-1:]) == 'bf16 is faster than fp32 in 0 of 1 models'
     show.plot({'bf16': []}, tmp_path / 'chart.png')  # nothing is drawn
     assert not list(tmp_path.iterdir())
 
