@@ -296,11 +296,9 @@ def job(tmp_path_factory):
     "The errors of both ranks by section, the folder of their files, and the learners whose files they read."
     if importlib.util.find_spec('torch_xla'):
         pytest.skip('Accelerate uses the XLA device where torch_xla is installed')
-    path, plain = tmp_path_factory.mktemp('job'), {}
+    path = tmp_path_factory.mktemp('job')
     for opt in TWO:
-        plain[opt] = build('plain', 'fp16', opt, path=path, init_scale=512.0, growth_interval=4)
-        plain[opt].fit(1, 0.01)
-        plain[opt].save(f'plain {opt}')
+        fit(build('plain', 'fp16', opt, path=path, init_scale=512.0, growth_interval=4)).save(f'plain {opt}')
     env = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')  # Accelerate wants them
     done = python(__file__, path, ACCELERATE_USE_CPU='1', **env)
     assert done.returncode == 0, done.stderr[-5000:]
