@@ -30,8 +30,9 @@ class Call:
     def of(cls, learn: Learner, precision: Precision) -> Call:
         "Return the call that sets a precision, and keeps the options of the learner's precision callback."
         cb, defaults = precision_callback(learn), defaults_of(MixedPrecision)
-        names = ('on_overflow', 'max_skips') if cb and precision.kind is not Precision else ()
-        return cls(precision, {n: getattr(cb, n) for n in names if getattr(cb, n) != defaults[n]})
+        if cb is None or precision.kind is Precision: return cls(precision)
+        options = {name: getattr(cb, name) for name in ('on_overflow', 'max_skips')}
+        return cls(precision, {name: value for name, value in options.items() if value != defaults[name]})
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
@@ -47,7 +48,7 @@ class Call:
     ) -> None:
         "Make the call."
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
-        if not self.is_fp32: set_precision(learn, MixedPrecision(self.precision.like(), **self.options | options))
+        if not self.is_fp32: set_precision(learn, MixedPrecision(self.precision, **self.options | options))
         if self.channels_last: _to_channels_last(learn)
         if self.compiled: learn.model.compile()
 
@@ -62,7 +63,8 @@ def _to_channels_last(learn):
     def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
     opt: Any = learn.opt
     while hasattr(opt, 'opt'): opt = opt.opt
-    for p, state in opt.state.items() if opt else (): opt.state[p] = map_tensors(converted, state)
+    if not opt: return
+    for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
 
 
 # -- the precision of a call

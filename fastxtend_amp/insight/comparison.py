@@ -68,8 +68,7 @@ class PrecisionComparison(Shown):
     def plot(self): # The two matplotlib axes
         "Plot the speed of each precision, and all loss curves."
         import matplotlib.pyplot as plt
-        figure, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
-        figure.get_layout_engine().set(h_pad=.12)
+        _, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
         colors = [row.precision.color for row in self.rows.values()]
         # '_' hides all but one from the legend.
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
@@ -78,7 +77,6 @@ class PrecisionComparison(Shown):
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
                     title='Training loss (smoothed)')
         curves.get_lines()[len(seeds)].set_linewidth(4)          # fp32, seen under the others
-        curves.xaxis.get_major_locator().set_params(integer=True)
         curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Recommended: {self.recommended}')
@@ -109,9 +107,12 @@ def recommend(
     others = table.drop('fp32')
     speeds = {name: Speed(*speed) for name, *speed in others[[*COLUMNS]].itertuples()}
     against = {name: _trains_worse(row, tolerated) for name, row in others.iterrows()}
-    good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not against[name]}
+    stays = [name for name, note in others['note'].items() if not (note or against[name])]
+    good = {name: speeds[name].mid for name in stays if speeds[name].pays}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
-    def order(name): return not name.startswith(('bf16', 'fp32')), name.count(' '), -good[name]
+    def order(name):
+        scales_loss = not name.startswith(('bf16', 'fp32'))
+        return scales_loss, name.count(' '), -good[name]
     best = min(close, key=order, default='fp32')
     fastest = good.get(best, 1.)
     said = [f'{name}{why}.' for name, row in others.iterrows()

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -78,26 +78,27 @@ class Run:
 
     def begin(self,
         copies: ExitStack, # Frees the copy
+        batches: Sequence, # To train on, again from the first one when they are over
         n_steps: int,
         lr: float | slice | None, # The learner's own if None
     ) -> None:
-        "Make a copy of the learner after the call, and begin its fit."
+        "Make a copy of the learner, make the call on it, and begin its fit."
         copy = copies.enter_context(copied_learner(self.learn, self.call, optimizer=True))
         set_random_state(self.random_state)
         begin_fit(copy, n_steps, lr)
-        self.copy, self.random_state = copy, random_state()
+        self.copy, self.batches, self.random_state = copy, batches, random_state()
 
-    def train(self, batches: Sequence, n_round: int = 0) -> None: # 0 for a warm-up
-        "Train a step on each batch, and time it."
+    def train(self, steps: Iterable[int], n_round: int = 0) -> None: # 0 for a warm-up
+        "Train on the batches of these steps, and time it."
         set_random_state(self.random_state)
         # At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
-        self.copy._with_events(partial(self._train_and_time, batches, n_round), 'train', ())
+        self.copy._with_events(partial(self._train_and_time, steps, n_round), 'train', ())
         self.random_state = random_state()
 
-    def _train_and_time(self, batches, n_round):
+    def _train_and_time(self, steps, n_round):
         wait_for(self.device)
         before, start = allocated(self.device), time.perf_counter()
-        losses = [self._step(i, batch) for i, batch in enumerate(batches, len(self.losses))]
+        losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
         wait_for(self.device)
         seconds = (time.perf_counter() - start) / len(losses)
         if n_round: self.times[n_round] = seconds
@@ -105,23 +106,22 @@ class Run:
         self.peak = allocated(self.device, peak=True) - before
         self.losses += map(float, losses)
 
-    def _step(self, i, batch):
-        run_batch(self.copy, i, batch)
+    def _step(self, i, step):
+        run_batch(self.copy, i, self.batches[step % len(self.batches)])
         return vars(self.copy).get('loss', torch.tensor(math.nan)).detach()      # it may end before its loss
 
-    def finish(self,
-        batch: Any,
-        seconds: float, # That are left
-    ) -> None:
+    def finish(self, seconds: float) -> None: # That are left
         "Measure what only the end of a training shows: skipped steps, the distance of the weights, and memory."
-        if cb := precision_callback(self.copy): self.skipped, self.scale = sum(cb.skips), cb.scale or math.nan
-        before, after = unwrapped(self.learn.model).parameters(), self.copy.model.parameters()
-        moved = [torch.dist(now.data, p.data.to(now)) for p, now in zip(before, after) if is_plain(now)]
-        self.moved = math.hypot(*moved) / len(self.losses)
+        if cb := precision_callback(self.copy):
+            self.skipped, self.scale = sum(cb.skips), cb.scale or math.nan
+        distances, after = [], self.copy.model.parameters()
+        for p, now in zip(unwrapped(self.learn.model).parameters(), after):
+            if is_plain(now): distances.append(torch.dist(now.data, p.data.to(now)))
+        self.moved = math.hypot(*distances) / len(self.losses)
         if self.call.compiled or self.pace > seconds: return     # it would be compiled again
-        with suppress(Exception): self.kept = self._kept_by_autograd(batch)      # nan if hooks break the model
+        with suppress(Exception): self.kept = self._kept_by_autograd()      # nan if hooks break the model
 
-    def _kept_by_autograd(self, batch):
+    def _kept_by_autograd(self):
         "Run a batch without its backward pass; return the bytes that autograd keeps for it, each storage once."
         model = self.copy.model
         kept = {address(t): 0 for t in (*model.parameters(), *model.buffers())}
@@ -129,7 +129,7 @@ class Run:
             kept.setdefault(address(t), t.untyped_storage().nbytes())
             return t.detach()                                    # keeping `t` itself would leak its graph
         self.copy._do_grad_opt = noop
-        run = partial(self._step, len(self.losses), batch)
+        run = partial(self._step, len(self.losses), 0)
         with torch.autograd.graph.saved_tensors_hooks(note, noop): self.copy._with_events(run, 'train', ())
         return sum(kept.values())
 

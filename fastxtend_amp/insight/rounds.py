@@ -77,12 +77,12 @@ class Rounds:
             self.batches = self._batches()
             self.runs = {name: Run(self.learn, name, call) for name, call in rows.items()}
             for run in self.running:
-                with run.failures_noted(): run.begin(copies, self.n_steps, self.lr)
+                with run.failures_noted(): run.begin(copies, self.batches, self.n_steps, self.lr)
             self.train()
-            for run in reversed(self.running):                   # fp32 last: it is slow where time is short
-                run.finish(self.batches[0], self.left)
+            for run in reversed(self.running): run.finish(self.left)     # fp32 last: it is slow where time is short
             copies.close()
-            while len(self.seeds) < self.n_seeds and self.left > self.n_steps * self.base.pace: self._train_with_seed()
+            for seed in range(1, 1 + self.n_seeds):
+                if self.left > self.n_steps * self.base.pace: self._train_with(seed)
         return self._result()
 
     def _batches(self):
@@ -97,9 +97,6 @@ class Rounds:
         if not found: raise no_batch(self.method)                # of a dataset that can be iterated only once
         return found
 
-    def _train(self, run, steps, n_round=0):
-        run.train([self.batches[i % len(self.batches)] for i in steps], n_round)
-
     def train(self) -> None:
         """Train in rounds until all is decided, or only the time for other seeds is left.
 
@@ -112,7 +109,9 @@ class Rounds:
             if self.left < size * _step(due) + self._following(len(base.losses) + size): break
             self._round(due, size)
             self.drop_slow()
-            if len(base.times) == 1: size = max(1, min((self.n_steps - 2) // _FEWEST, round(_LONGEST / base.pace)))
+            if len(base.times) == 1:
+                longest = round(_LONGEST / base.pace)
+                size = max(1, min((self.n_steps - 2) // _FEWEST, longest))
         self.n_steps = min(self.n_steps, len(base.losses))
 
     def _following(self, n):
@@ -125,7 +124,7 @@ class Rounds:
         # Back and forth, so that none always follows the same one.
         for run in runs[::-1] if len(self.base.times) % 2 else runs:
             self.tick(run.name)
-            with run.failures_noted(): self._train(run, range(done, done + size), done)     # the first warms up
+            with run.failures_noted(): run.train(range(done, done + size), done)     # the first warms up
             if not done: self.end += run.compile_seconds
 
     def due(self) -> list[Run]:
@@ -150,32 +149,43 @@ class Rounds:
             if not self.left < missing * _step(self.running): break          # nan before the second round
             max(variants, key=lambda run: run.pace).leave()
 
-    def _train_with_seed(self):
+    def _train_with(self, seed):
         "Train in fp32 with another seed and another order of the batches, except for the last ones."
         self.tick('fp32')
-        set_seed(1 + len(self.seeds))
+        set_seed(seed)
         run = Run(self.learn, 'fp32', self.base.call)
         n_first = self.n_steps - last_fifth(self.n_steps)
         steps = [*random.sample(range(n_first), n_first), *range(n_first, self.n_steps)]
         with ExitStack() as copies:
-            run.begin(copies, self.n_steps, self.lr)
-            self._train(run, steps)
+            run.begin(copies, self.batches, self.n_steps, self.lr)
+            run.train(steps)
         self.seeds.append(run)
 
     def _result(self):
         n, base, runs = self.n_steps, self.base, self.runs.items()
         table = pd.DataFrame({name: run.columns(base, n) for name, run in runs}).T.infer_objects()
-        tolerated = tolerance(base.losses[:n], [run.loss(n) for run in self.seeds], last_fifth(n))
+        others = [run.loss(n) for run in self.seeds]
+        tolerated = tolerance(base.losses[:n], others, last_fifth(n))
         seconds = math.nan if self.is_short else self.max_seconds - min(0, self.left)
-        notes = [f'Losses: mean of the last fifth of {n:,} steps. fp32 was repeated with {len(self.seeds)} of '
-                 f'{self.n_seeds} other seeds.'] if len(self.runs) > 1 else []
-        notes += note_of_left_out(self.learn)
+        recommended, reason = recommend(table, tolerated, seconds)
+        return PrecisionComparison(
+            table,
+            losses={name: run.losses[:n] for name, run in runs},
+            seed_losses=[run.losses for run in self.seeds],
+            recommended=recommended,
+            reason=reason,
+            notes=[*self._notes()],
+            rows={name: run.call for name, run in runs})
+
+    def _notes(self):
+        "Say how losses were compared, and what limits the comparison."
+        if len(self.runs) > 1:
+            yield (f'Losses: mean of the last fifth of {self.n_steps:,} steps. fp32 was repeated with '
+                   f'{len(self.seeds)} of {self.n_seeds} other seeds.')
+        yield from note_of_left_out(self.learn)
         if is_compiled(self.learn.model):
-            notes.append('The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.')
-        if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
-        losses, calls = {name: run.losses[:n] for name, run in runs}, {name: run.call for name, run in runs}
-        best = recommend(table, tolerated, seconds)
-        return PrecisionComparison(table, losses, [run.losses for run in self.seeds], *best, notes, calls)
+            yield 'The compiled model was compared uncompiled; `compare_precision(compile=True)` compares both.'
+        if settings := settings_note(): yield f'{settings}. fp32 was measured with this setting.'
 
 
 def _step(runs): return sum(run.pace for run in runs)            # seconds

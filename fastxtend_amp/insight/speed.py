@@ -33,7 +33,8 @@ class Speed(NamedTuple):
         that is as fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
         """
         n = len(ratios)
-        q1, mid, q3 = np.exp(np.quantile(np.log(ratios or [math.nan]), (.25, .5, .75)))
+        logs = np.log(ratios or [math.nan])
+        q1, mid, q3 = np.exp(np.quantile(logs, (.25, .5, .75)))
         if n < FEWEST_ROUNDS: return cls(mid)
         times = (q3 / q1) ** (_WIDTH / math.sqrt(n))
         return cls(mid, mid / times, mid * times)

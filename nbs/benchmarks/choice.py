@@ -94,11 +94,11 @@ class _Drawn(Run):
     def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
         self.name, self.seconds, self.rounds = name, seconds, rounds
         self.losses, self.times = [], {}
-    def train(self, batches: Sequence, n_round: int = 0) -> None:
+    def train(self, steps: Sequence[int], n_round: int = 0) -> None:
         seconds = self.seconds()
-        self.rounds.end -= seconds * len(batches)                # instead of a clock that goes on
+        self.rounds.end -= seconds * len(steps)                  # instead of a clock that goes on
         if n_round: self.times[n_round] = seconds
-        self.losses += [0.] * len(batches)
+        self.losses += [0.] * len(steps)
 
 
 # Speed-ups as in channels_last_native_bf16.md, plain rows first; fp32 is 1.
@@ -124,7 +124,7 @@ def contest(
 ) -> tuple[float, float]: # The true speed-up of what is chosen, relative to the best row's, and the seconds used
     "Run the package's own rounds on drawn times, and choose as it does; losses are alike."
     rounds = Rounds.__new__(Rounds)
-    rounds.tick, rounds.batches = lambda what: None, [None]
+    rounds.tick = lambda what: None
     rounds.n_steps, rounds.n_seeds, rounds.is_short, rounds.end = 50, 3, False, time.monotonic() + seconds
     found = {'fp32': 1., **true}
     def drawn(speed): return step * np.exp(noise * rng.standard_normal()) / speed

@@ -36,7 +36,6 @@ from helpers import (
     mlp,
     params,
     precision_callback,
-    same,
     set_support,
 )
 from states import ASK, Act, Costs, Gives, InStep, Unpacks, bits, fills, rich, shuffled
@@ -345,11 +344,10 @@ def test_rounds_alternate_and_none_always_follows_the_same():
 
 
 def test_the_interval_is_one_of_ratios():
-    "The interval is of the logarithms: that of the inverse ratios is the inverse."
-    ratios = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
-    mid, low, high = Speed.of(ratios)
-    assert 0 < low < mid < high and np.isnan(Speed.of(ratios[1:])[1:]).all()
-    assert Speed.of([1 / r for r in ratios]) == pytest.approx((1 / mid, 1 / high, 1 / low), rel=1e-3)
+    ratios = np.array([0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
+    mid, low, high = Speed.of(ratios.tolist())
+    assert 0 < low < mid < high and np.isnan(Speed.of(ratios[1:].tolist())[1:]).all()
+    assert Speed.of((1 / ratios).tolist()) == pytest.approx((1 / mid, 1 / high, 1 / low), rel=1e-3)
 
 
 # -- memory
@@ -440,6 +438,7 @@ ROWS = [
     dict(bf16={'rounds': 5, **speeds(NAN, 0.9, NAN)}),
     dict(bf16={'support': 'failed', 'loss': NAN}),
     dict(bf16={}, fp16={'note': 'dropped', 'loss difference': NAN, **speeds(NAN, 0.01, NAN)}),
+    {'bf16': {}, 'bf16, channels last': {'note': 'dropped', 'loss difference': NAN, **speeds(2.2, 2.3, 2.4)}},
 ]
 
 
@@ -568,8 +567,6 @@ def test_without_a_native_precision_there_is_nothing_to_measure(monkeypatch, cap
 
 SPOILED = {  # in low precision: at an event, what happens; a constant in the loss; what is said of it
     'nothing': ('after_step', 1.0, 0.0, ''),
-    'nothing, loss below 0': ('after_step', 1.0, -0.35, ''),
-    'weights shrink': ('after_step', 0.95, 0.0, 'above that of fp32'),
     'weights shrink, loss below 0': ('after_step', 0.95, -0.35, 'above that of fp32'),
     'gradients vanish, a large loss': ('after_backward', 0.0, 100.0, 'its weights moved only 0%'),
 }
@@ -678,7 +675,6 @@ def test_depthwise_and_grouped_convolutions():
 @pytest.mark.cuda
 def test_on_an_nvidia_gpu():
     learn = learner(mlp().cuda(), loaders(n=48).to(torch.device('cuda')), opt_func=OPTIMIZERS['fused adamw'])
-    state, rng = params(learn), torch.cuda.get_rng_state()
+    before = bits(learn)
     r = learn.compare_precision(LOW, n_steps=16, n_seeds=1)
-    assert same([*params(learn), torch.cuda.get_rng_state()], [*state, rng])
-    assert (r.table['steps'][:2] >= 16).all() and (r.table['peak MB'] > 0).all()
+    assert bits(learn) == before and (r.table['steps'][:2] >= 16).all() and (r.table['peak MB'] > 0).all()

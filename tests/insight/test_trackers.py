@@ -97,12 +97,6 @@ def test_who_takes_part(cb):
     assert cb.name in ' '.join(note_of_left_out(learn)) or cb in RUN or own
 
 
-def test_an_attribute_of_one_callback_decides_for_it():
-    clip, tracker = GradientClip(1.0), LikeWandb()
-    clip.run_on_copy, tracker.run_on_copy = False, True
-    assert takes_part(tracker) and not takes_part(clip)
-
-
 @pytest.mark.filterwarnings('ignore')
 def test_a_forward_hook_of_a_callback_runs_in_the_report_as_in_a_fit():
     "`lerp` of bf16 and fp32 fails in a fit, and the report says so."
