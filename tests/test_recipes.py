@@ -158,6 +158,7 @@ def test_the_report_on_a_loop_without_a_learner():
 
 
 WRONG_BATCHES = {
+    'a learner': lambda: precision_report('a learner', [], F.mse_loss),
     'no batch': lambda: precision_report(linear(), [], F.mse_loss),
     'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
     'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
@@ -187,6 +188,12 @@ def test_models_of_transformers_and_lightning():
     module = pytest.importorskip('lightning').LightningModule()
     module.net, module.forward = linear(), lambda x: module.net(x)
     assert precision_report(module, loaders().train, F.mse_loss).verdicts['bf16'].call == 'bf16'
+
+
+def test_16_bit_weights_and_inputs_are_compared_as_fp32():
+    batches = [(x.bfloat16(), y.bfloat16()) for x, y in loaders().train]
+    verdict = precision_report(mlp().bfloat16(), batches, F.mse_loss, precisions='bf16').verdicts['bf16']
+    assert verdict.verdict == 'safe so far' and verdict.error > 0
 
 
 # -- the files that the pages link to

@@ -10,7 +10,9 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..learners import model_device
+from ..messages import check_argument
 from ..precisions.matching import unwrapped
+from ..tensors import half_to_float, map_tensors
 from .gradient import N_BATCHES
 from .random_states import random_state_kept
 from .report import PrecisionReport
@@ -21,7 +23,7 @@ _CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': '
 
 
 def precision_report(
-    model: nn.Module,
+    model: nn.Module, # Its 16-bit weights count as fp32, as do 16-bit inputs
     batches: Iterable, # A DataLoader or a list: tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the model's output and the target; None for dicts
     *,
@@ -33,8 +35,11 @@ def precision_report(
     Works as `Learner.precision_report`, and raises the same errors. The model is not modified and stays on its device.
     With dicts, it is called as `model(**batch)`, as models of Hugging Face are, and its output has to have a `loss`.
 
-    Raises `TypeError` for other batches, and `ValueError` if there are none, or if the output has no loss.
+    Raises `TypeError` for other batches, and `ValueError` if there are none, if the output has no loss, or for another
+    model.
     """
+    check_argument('model', model, lambda m: isinstance(m, nn.Module), 'a torch.nn.Module; a Learner has a method of '
+                   'this name')
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
     by_name = loss_func is None
@@ -42,6 +47,7 @@ def precision_report(
         raise TypeError('batches must be tuples of inputs and a target if `loss_func` is given, otherwise dicts.')
     if by_name: loss_func, drawn = _loss, [(dict(b), ()) for b in drawn]
     else: drawn = [*map(tuple, drawn)]                           # named tuples as well
+    drawn = map_tensors(half_to_float, drawn)
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
     def inputs(module, args, kwargs): return ((), args[0]) if by_name else None

@@ -19,15 +19,18 @@ NO_AUTOCAST = '`with torch.autocast(x.device.type, enabled=False)`'
 # -- in fp32
 
 def wrong_in_fp32(fp32: Recording, batches: object) -> str:
-    """Describe what is wrong in fp32 as well; '' if nothing is.
+    """Describe what is wrong with the run in fp32; '' if nothing is.
 
     NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
     """
     if not fp32.losses: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
-    if not fp32.not_finite: return ''
+    own = not_fp32(fp32)
+    if not fp32.not_finite:
+        is_fp32 = not own or any(m.has_fp32_product for m in fp32.modules.values())
+        return '' if is_fp32 else f'{own}, so there is no fp32 run to compare with'
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, m in fp32.modules.items() if m.failed), '')
-    if own := not_fp32(fp32): return f'the {fp32.not_finite} is not finite{first}, but the reference is not fp32: {own}'
+    if own: return f'the {fp32.not_finite} is not finite{first}, but the reference is not fp32: {own}'
     return f'the {fp32.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
 
 

@@ -159,7 +159,7 @@ class _Report:
         if largest > _LARGE and any(v.flagged for v in self.verdicts.values()):
             yield f'The inputs reach {largest:,.3g}. Normalize them first.'
         yield from self._digits()
-        if own := not_fp32(fp32): yield f'The reference is not fp32: {own}.'
+        if (own := not_fp32(fp32)) and not self.whole.wrong: yield f'The reference is not fp32: {own}.'
         if fp32.unread:
             yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
                    f'{some(map(named, fp32.unread))}.')

@@ -45,7 +45,8 @@ class ModuleRecord:
     n_grads = 0                                                  # that are finite and not 0
     n_zeros = 0                                                  # that are 0
     work = 0                                                     # in fp32, the same on each machine
-    half_line = ''                                               # of code that multiplies in 16 bits in the fp32 run
+    half_line = ''                                               # of code that multiplies in 16 bits in the fp32 run,
+    has_fp32_product = False                                     # and whether other code multiplies in fp32
     undone_line = ''                                             # of a product in 16 bits of inputs cast to fp32
 
 
@@ -140,7 +141,8 @@ class Frame:
             was = call.inputs[0]
             is_float = call.has_half and out.dtype is torch.float32
             if is_float or address(was) in self.floats: self.floats[address(out)] = out
-        elif call.op.flops and call.has_half:
+        elif call.op.flops and not call.has_half: self.record.has_fp32_product = True
+        elif call.op.flops:
             if not self.kind.dtype: self.record.half_line = users_line()
             elif any(t.dtype in HALF and address(t) in self.floats for t in call.inputs):
                 self.record.undone_line = users_line()
