@@ -174,7 +174,7 @@ def _copy(learn, optimizer):
         try:
             with _Detached(): return copy.deepcopy(part, memo)
         except Exception as e:
-            raise ValueError(f'This learner cannot be copied: copying `learn.{name}` failed ({first_line(e)}). Only '
+            raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
                              'copies are run.\n'
                              'If it is a callback, set its attribute `run_on_copy = False`. '
                              'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e

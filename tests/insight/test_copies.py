@@ -203,7 +203,7 @@ PLACES = [(lambda l: l.locked, 'locked'), (lambda l: l.model[1], 'model'), (lamb
 def test_what_cannot_be_copied_is_named(place, name):
     learn = learner(cbs=type('Locked', (Callback,), {})())
     place(learn).lock2 = threading.Lock()
-    words = f'(?s)copying `learn.{name}` failed.*lock.*`run_on_copy = False`.*outside of model'
+    words = f'(?s)copying `{name}` failed.*lock.*`run_on_copy = False`.*outside of model'
     with pytest.raises(ValueError, match=words), copied_learner(learn):
         pass
     learn.locked.run_on_copy = False
