@@ -52,14 +52,17 @@ def kahan(
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 
-    Raises `AttributeError` for other names, `TypeError` for other classes and for arguments that `opt` does not have,
-    and `ImportError` without torch-optimi.
+    Raises `ValueError` for other names, `TypeError` for other classes and for arguments that `opt` does not have, and
+    `ImportError` without torch-optimi.
 
     Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
-    cls = getattr(optimi, opt) if isinstance(opt, str) else opt
+    cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    if not isinstance(cls, type):                                # optimi also has functions, such as `adamw`
+        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers, such as 'AdamW'; see "
+                         'https://optimi.benjaminwarner.dev/optimizers.')
     # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
