@@ -66,7 +66,7 @@ class FP8(BF16):
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
         modules: Any = None, # Modules whose linear layers run in FP8, selected like `fp32_modules`; None: all
-        min_size: int = 0, # Layers with a side shorter than this stay in bf16
+        min_size: int = 0, # Layers with an input or output dimension below this stay in bf16
         skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)

@@ -129,7 +129,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return [*self.history.skips()]
     @property
     def skipped(self) -> bool:
-        "True if the latest step was skipped: known from `before_step` (order > 10) on. May synchronize."
+        "True if the latest step was skipped; callbacks know it from `before_step` (order > 10) on. May synchronize."
         return self._scaling is not None and bool(self._scaling.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker

@@ -63,7 +63,7 @@ followers.append(_add_method)
 @delegates(Learner.to_fp16)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
-    measure: bool = False, # Time precisions on real batches, and pick the fastest; allows only `max_seconds` besides
+    measure: bool = False, # Time precisions on real batches, and pick the fastest; only `max_seconds` can be added
     max_seconds: float | None = None, # Time limit of measuring, approximate for slow models; 60 if None
     **kwargs
 ) -> Learner: # The learner
