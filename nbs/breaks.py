@@ -24,8 +24,9 @@ def allow_breaks(app, pagename, templatename, context, doctree):
     parts = TABLE.split(context.get('body') or '')               # every second one is a table
     parts[::2] = [CODE.sub(lambda m: broken(m[0], IN_TEXT), part) for part in parts[::2]]
     parts[1::2] = [CODE.sub(lambda m: broken(m[0], IN_TABLE), part) for part in parts[1::2]]
-    figures = pagename.startswith('benchmarks/')                 # which are read side by side
-    def shown(table): return table if figures and table.count('<th class="head text-right') > 2 else labelled(table)
+    is_run = pagename.startswith('benchmarks/')
+    def shown(table):                                            # columns of figures are read side by side
+        return table if is_run and table.count('<th class="head">') < 2 else labelled(table)
     parts[1::2] = map(shown, parts[1::2])
     if 'body' in context: context['body'] = ''.join(parts)
 
