@@ -136,6 +136,14 @@ def test_no_scaled_gradient_reaches_the_step_after_an_exception(then):
     assert max(found) < 64
 
 
+def test_no_gradient_of_a_skipped_step_reaches_fp32_after_an_exception():
+    learn = learner().to_fp16(init_scale=1e38, on_overflow='raise', max_skips=1)
+    with pytest.raises(FloatingPointError):
+        learn.fit(1)
+    learn.to_fp32().fit(1)
+    assert finite(learn)
+
+
 @pytest.mark.parametrize('event', ['after_cancel_step', 'after_step'])
 def test_no_gradient_of_a_skipped_step_reaches_fp32_after_a_fit_that_it_ended(event):
     def stop(l):
@@ -148,6 +156,15 @@ def test_no_gradient_of_a_skipped_step_reaches_fp32_after_a_fit_that_it_ended(ev
     learn.fit(1, cbs=At(event, stop, 20))
     learn.to_fp32().fit(1)
     assert finite(learn)
+
+
+def test_gradients_outlive_an_exception_in_a_validation():
+    learn = make('fp16')
+    learn.fit(1, cbs=GradientAccumulation(1000))
+    before = largest(learn)
+    with pytest.raises(ZeroDivisionError):
+        learn.validate(cbs=At('after_pred', lambda l: 1 / 0))
+    assert largest(learn) == before > 0
 
 
 @pytest.mark.parametrize('exc', [RuntimeError, core.CancelStepException, core.CancelBatchException])
