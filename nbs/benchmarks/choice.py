@@ -1,6 +1,6 @@
 """The measured choice, tried: `python -m nbs.benchmarks.choice` beside whole epochs, `--simulate` by simulation.
 
-`--rows` tries six models of timm at 128 x 128: after each choice all rows are timed in 15 rounds of two steps, whatever
+`--rows` tries six models of timm at 128 x 128: after each choice all rows are timed in 15 rounds, whatever
 they cost, and the chosen row is compared with the fastest. That takes about 15 minutes on two cores.
 
 Without `--models` it tries eight kinds of model, twice each. The epochs are timed in pairs, fp32 and the precision in
