@@ -198,8 +198,8 @@ def python(*args, cwd=None, **env):
     "Run Python in a process of its own, which finds the package and these helpers; return the finished process."
     kept = {k: v for k, v in os.environ.items() if not k.startswith('PYTEST_')}
     paths = os.pathsep.join([str(ROOT), str(ROOT / 'tests'), os.environ.get('PYTHONPATH', '')])
-    env = {**kept, 'PYTHONPATH': paths, 'OMP_NUM_THREADS': '1', **env}
-    command = [sys.executable, '-W', 'ignore', *map(str, args)]
+    env = {**kept, 'PYTHONPATH': paths, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore', **env}
+    command = [sys.executable, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
 
 
