@@ -105,7 +105,7 @@ def loss_scales(low: Recording) -> tuple[float, float]:
 
     Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
     """
-    info = torch.finfo(low.kind.dtype)
+    info = torch.finfo(low.kind.dtype or torch.float32)
     in_half = {n for n, m in low.modules.items() if m.largest_half}
     half = [m for n, m in low.fp32.modules.items() if m.grad and n in in_half]
     if not half: return 1., 2. ** 24
