@@ -168,16 +168,18 @@ class Scaling:
     def _mend_scale(self) -> None:
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
-        A good step sets the largest power of two at which 16 times its largest gradient fits fp16, at most the first
-        scale.
+        A good step sets the largest power of two at which 16 times its largest gradient fits fp16. It is at most the
+        first scale, and the largest one of a good step of this fit.
         """
         scale = new = self.scaler.get_scale()
         self.is_low = self._is_low(scale)
         if not self.is_low: return
-        if scale < _LOWEST or self.largest == 0: new = self.first_scale
+        good = (s for s in self.history.read()[self.first_step:] if not self._is_low(s))
+        most = min(self.first_scale, max(good, default=math.inf))
+        if scale < _LOWEST or self.largest == 0: new = most
         elif not self.found_inf and self.largest is not None:
             fits = 2. ** math.floor(math.log2(_ROOM / self.largest))
-            new = max(scale, min(fits, self.first_scale))
+            new = max(scale, min(fits, most))
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
         self.is_low, self.scale = self._is_low(new), None

@@ -199,6 +199,18 @@ def test_a_good_step_sets_a_low_scale_from_its_gradients(n_bad, own):
     assert len(messages) == 1
 
 
+def test_a_low_scale_is_set_to_at_most_that_of_a_good_step():
+    "The largest of this fit: a first batch needs 4, then come batches of NaN, and then those that could have 1,024."
+    x, y = dataset(4 * 60).tensors
+    x, y = x.clone(), y * 1e-3
+    y[:40], x[40:120] = 3000.0, NAN
+    learn = learner(net(), loaders(train=Data(x, y))).to_fp16(init_scale=1024.0, on_overflow='ignore')
+    told(lambda: learn.fit(1, 1e-6))
+    cb = learn.mixed_precision
+    good = [s for s, skipped in zip(cb.scales[:10], cb.skips[:10]) if not skipped]
+    assert cb.skips[10:30] == [True] * 20 and 1 <= cb.scales[-1] == max(good) < 1024
+
+
 def test_a_scale_that_the_last_step_of_an_epoch_lowers_below_1_is_set_by_the_next_good_step():
     learn = learner(dls=loaders(4 * 17), cbs=spoil_at(*range(17))).to_fp16(on_overflow='ignore')
     told(lambda: learn.fit(2, 0.01))
