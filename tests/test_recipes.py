@@ -156,6 +156,7 @@ WRONG_BATCHES = {
     'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
     'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
     'no target': lambda: precision_report(linear(), [torch.randn(4, 6)], F.mse_loss),
+    'a class': lambda: precision_report(linear(), loaders().train, nn.MSELoss),
     'no labels': lambda: precision_report(OwnLoss(), [{'x': torch.randn(4, 6)}]),
     'other arguments': lambda: precision_report(linear(), loaders().train, F.mse_loss, max_seconds=0),
 }

@@ -42,6 +42,8 @@ def precision_report(
                    'this name')
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
+    if isinstance(loss_func, type):
+        raise TypeError(f'loss_func={loss_func.__name__} cannot be used: pass an object, `{loss_func.__name__}()`.')
     by_name = loss_func is None
     if not all(isinstance(b, Mapping if by_name else (tuple, list)) for b in drawn):
         raise TypeError('batches must be tuples of inputs and a target if `loss_func` is given, otherwise dicts.')

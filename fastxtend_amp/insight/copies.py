@@ -173,6 +173,7 @@ def _copy(learn, optimizer):
     def copied(name, part):
         try:
             with _Detached(): return copy.deepcopy(part, memo)
+        except torch.OutOfMemoryError: raise
         except Exception as e:
             raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
                              'copies are run.\n'

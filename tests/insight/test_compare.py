@@ -233,6 +233,11 @@ def spoiled(model):
     return model
 
 
+class Huge(nn.ReLU):
+    def __deepcopy__(self, memo):
+        raise torch.OutOfMemoryError('a copy does not fit')
+
+
 WITHOUT_DATA = Learner(DataLoaders(), mlp(), nn.MSELoss())
 ERRORS = {
     'steps': lambda: learner().compare_precision(n_steps=0),
@@ -250,6 +255,7 @@ ERRORS = {
     'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
     'fp32 fails': lambda: learner(nn.Linear(5, 1)).compare_precision(LOW),  # the data has six columns
+    'memory of a copy': lambda: learner(nn.Sequential(linear(), Huge())).precision_report(),
     'memory': lambda: learner(cbs=InStep('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4),
 }
 
