@@ -2,7 +2,6 @@
 import math, re, sys, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from html import escape
 from textwrap import fill
 
@@ -10,7 +9,11 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 from fastprogress.core import IN_NOTEBOOK
 
-_wrapped = partial(fill, width=118, break_long_words=False, break_on_hyphens=False)   # a browser wraps by itself
+
+def _wrapped(line: str) -> str: # A browser wraps by itself
+    indent = line[:len(line) - len(line.lstrip())]
+    return fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
 
 
 def _number(x: float) -> str: # '0.0296', '70,641', '6.67e+38'

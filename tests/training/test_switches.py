@@ -228,7 +228,7 @@ def test_a_callback_or_a_scaler_that_another_learner_has_is_an_error():
     cb, scaler = mixed('fp16'), torch.amp.GradScaler('cpu', 256.0)
     a, b = (learner(cbs=cb) for _ in range(2))
     for f in (lambda: a.fit(1), a.validate, a.get_preds):
-        with pytest.raises(RuntimeError, match='another one'):
+        with pytest.raises(RuntimeError, match='added to another learner'):
             f()
     b.fit(1)
     c = learner(cbs=cb)
