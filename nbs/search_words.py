@@ -59,6 +59,7 @@ WORDS = {
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
+        "AttributeError: ... object has no attribute 'dls'": 'load_learner dict object has no attribute dls',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'to_native_fp16, difference to fastai, does to_fp16 still work, fastai to_fp16, '
@@ -87,8 +88,7 @@ WORDS = {
                                               'resume from checkpoint loss scale, Google Drive, Colab disconnect',
                            'Export': "load_learner, export, deploy, deployment, serve, export model inference, "
                                      "export learner production, "
-                                     "load model without fastxtend_amp,"
-                                    " load_learner dict object has no attribute dls"},
+                                     "load model without fastxtend_amp"},
     'guarantees': {'The same numbers': 'reproducible, deterministic',
                    'What is kept when': 'old checkpoint, checkpoint from fastai, crash while saving, '
                                         'killed, disk full, corrupt file, '

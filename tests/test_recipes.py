@@ -106,6 +106,14 @@ def test_an_ema_leaves_out_skipped_steps_and_lr_find(mode, opt, tmp_path):
     assert 'failed' not in [*compared.table['support']]
 
 
+def test_a_loss_in_fp32_serves_what_looks_into_losses():
+    "fastai sets `reduction`, or passes it."
+    for loss_func in (MSELossFlat(), F.mse_loss):
+        learn = recipe('class InFp32', my_loss=loss_func).learn.to_bf16()
+        assert len(learn.get_preds(with_loss=True)[2]) == len(Interpretation.from_learner(learn).losses) == 8
+    assert MSELossFlat().reduction == 'mean'
+
+
 # -- without a learner
 
 
