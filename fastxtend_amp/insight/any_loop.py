@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..learners import model_device
-from ..messages import check_argument
+from ..messages import check_argument, check_integer
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, map_tensors
 from .gradient import N_BATCHES
@@ -40,6 +40,7 @@ def precision_report(
     """
     check_argument('model', model, lambda m: isinstance(m, nn.Module), 'a torch.nn.Module; a Learner has a method of '
                    'this name')
+    check_integer(1, n_batches=n_batches)
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
     if isinstance(loss_func, type):

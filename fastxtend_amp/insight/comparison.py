@@ -7,6 +7,7 @@ import pandas as pd
 from fastai.learner import Learner
 
 from ..messages import check_argument
+from ..precisions import PRECISIONS, Precision
 from .calls import Call
 from .display import Shown
 from .speed import COLUMNS, FEWEST_ROUNDS, WORTH, Speed
@@ -111,8 +112,8 @@ def recommend(
     good = {name: speeds[name].mid for name in stays if speeds[name].pays}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
     def order(name):
-        scales_loss = not name.startswith(('bf16', 'fp32'))
-        return scales_loss, name.count(' '), -good[name]
+        kind = PRECISIONS.get(name.split(',')[0].split()[0], Precision)
+        return kind.scales_loss, name.count(' '), -good[name]
     best = min(close, key=order, default='fp32')
     fastest = good.get(best, 1.)
     said = [f'{name}{why}.' for name, row in others.iterrows()

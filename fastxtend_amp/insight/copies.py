@@ -33,7 +33,8 @@ _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler Gra
     ChannelsLast ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher
     GANDiscriminativeLR""".split())
 # Words in the names of classes that track, record, save or show a training, and of the services that they send it to.
-_WATCHES = re.compile('(Track|Record|Sav|Checkpoint|Monitor|Progress|Plot|Print|Logg?)(|s|e[drs]*|ing)(?![a-z])|'
+_WATCHES = re.compile('(Track|Record|Sav|(?<!Gradient)(?<!Activation)Checkpoint|Monitor|Progress|Plot|Print|Logg?)'
+                      '(|s|e[drs]*|ing)(?![a-z])|'
                       '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
 
 

@@ -188,7 +188,7 @@ class _Report:
     def _digits(self):
         "Say how far predictions are from those in fp32."
         errors = {v.precision: v.error for v in self.verdicts.values() if v.error >= 0}
-        nearest = f'; {min(errors, key=errors.get)} is nearer' if len(errors) > 1 else ''
+        nearest = f'; {min(errors, key=errors.get)} is nearer' if len({*errors.values()}) > 1 else ''
         said = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())
         if errors: yield f'Predictions differ from those in fp32 by {said}{nearest}.'
 

@@ -60,7 +60,7 @@ def last_fifth(n: int) -> int:
 
 def tolerance(
     losses: Sequence[float], # Of each step in fp32
-    seeds: Sequence[float], # Mean of the last steps in runs with other seeds
+    seeds: Sequence[float], # Mean of the last steps in runs with other seeds; NaN and inf do not count
     n_last: int, # Number of last steps
 ) -> tuple[float, str]: # It, and what it is
     """Return the amount by which the loss of another precision may lie above the fp32 loss.
@@ -69,6 +69,7 @@ def tolerance(
     range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only
     once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
     """
+    seeds = [*filter(math.isfinite, seeds)]
     last, n = losses[-n_last:], 1 + len(seeds)
     loss = float(np.mean(last))
     half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf      # a loss may have any constant in it

@@ -227,10 +227,11 @@ def written(arguments: dict[str, Any]) -> str:
 
 
 def _as_code(value: Any, name: str) -> str:
-    if isinstance(value, (list, tuple)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
+    if isinstance(value, Enum): value = value.value
+    if isinstance(value, (list, tuple, set, L)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
     if isinstance(value, type): return 'nn.' * (getattr(nn, value.__name__, None) is value) + value.__name__
     code = value.__name__ if inspect.isfunction(value) else repr(value)
-    return name if code.startswith('<') else code
+    return name if code.startswith('<') or isinstance(value, nn.Module) else code
 
 
 # -- support by devices

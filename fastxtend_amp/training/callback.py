@@ -15,6 +15,7 @@ After an exception the parts in `loop.py` close what is open.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -159,14 +160,16 @@ class MixedPrecision(fp16.MixedPrecision):
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
         "Return `loss` times the loss scale in a training batch with loss scaling, otherwise `loss` itself."
-        return loss if self._scaling is None else self._scaling.scale_loss(loss)
+        if (scaling := self._scaling) is None: return loss
+        scaling.versions = None                                  # its backward pass adds to scaled gradients
+        return scaling.scale_loss(loss)
 
     # -- a fit
 
     @property
     def autocast(self) -> Any:
         "Autocast as a context, for callbacks that call the model; None outside of a fit."
-        return self.fit and self.fit.autocast
+        return self.fit and next(iter(self.fit.precision.around_batch(self.fit.device)), nullcontext())
     @property
     def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling
     @property
@@ -213,7 +216,7 @@ class MixedPrecision(fp16.MixedPrecision):
             if not self.parts or not (self.run_train if self.learn.training else self.run_valid): return
             if self.fit is None and event_name != 'before_batch': return      # added in this batch
         if self.run:
-            for method in (self.methods or self.bound())[event_name]: method()
+            for method in (self.methods or self.bound()).get(event_name, ()): method()
         if event_name == 'after_fit': self.run = True            # as fastai does
 
     def bound(self) -> dict[str, list[Callable]]:

@@ -1,6 +1,6 @@
 "`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class Fit(ExitStack):
         if scaler is None and precision.kind is not Precision and cb.on_overflow == 'fix':
             scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, cb, device)
-        self.autocast: Any = torch.autocast(device.type, precision.dtype) if precision.dtype else nullcontext()
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
     def use_model(self) -> None:

@@ -101,7 +101,7 @@ class Scaling:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         self.found_inf = False
         if self.gradients is not Gradients.SCALED or not (params := self._params()): return
-        if self.versions not in (None, _versions(params)): warn_of_early_changes(self.learn)
+        if self.versions and self.versions != _versions(params): warn_of_early_changes(self.learn)
         self.versions = None
         self.gradients = Gradients.UNSCALED
         on_device = not self.is_low and skips_on_device(self.learn.opt, params)        # the host mends a low scale

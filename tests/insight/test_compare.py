@@ -421,6 +421,7 @@ ROWS = [
     dict(bf16={}, fp16={}),
     dict(bf16={}, fp16=speeds(2.9, 3.0, 3.1)),
     dict(bf16=speeds(2.0, 2.04, 2.1), fp16=speeds(2.1, 2.13, 2.2)),
+    dict(tf32=speeds(2.0, 2.04, 2.1), fp16=speeds(2.1, 2.13, 2.2)),
     {'bf16, Conv in fp32': speeds(2.0, 2.04, 2.1), 'fp16': speeds(2.1, 2.13, 2.2)},
     dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}),
     dict(bf16={'loss difference': 0.1}),
@@ -454,6 +455,7 @@ def test_recommendations(expected):
     [
         ([1.0], [1.1], 1, 7.7 * 0.1 / 2**0.5),
         ([1.0], [1.1, 1.05, 0.95], 1, 2.6 * np.std([1.0, 1.1, 1.05, 0.95], ddof=1)),
+        ([1.0], [1.1, NAN], 1, 7.7 * 0.1 / 2**0.5),
         ([1.0], [1.0], 1, 0.01),  # 1% of the loss
         ([16.0, 1e-5], [1e-5], 1, 0.016),  # a thousandth of what it fell by
         ([100.2, 100.0], [100.0], 1, 0.1),  # half of its range

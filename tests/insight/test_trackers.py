@@ -78,7 +78,7 @@ class Mixes(Callback):
 RUN = [
     *(kind(name)() for name in 'Mix CutOut Penalty LogitPenalty Noise Accumulate Programs'.split()),
     *(GradientClip(1.0), kind('MyClip', GradientClip)(1.0), kind('Hooks', HookCallback)(), ModelResetter(), Mixes()),
-    kind('MyLogger', run_on_copy=True)(),
+    *(kind('MyLogger', run_on_copy=True)(), kind('GradientCheckpointing')()),
 ]
 LEFT_OUT = [
     *(kind(name)() for name in 'OwnProgress SavesBest GradientLogger MyWandb PlotLoss Recorder2'.split()),

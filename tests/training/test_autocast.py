@@ -69,7 +69,8 @@ def test_callbacks_can_enter_autocast_in_a_fit(to):
     learn, seen, before = make(to), [], process()
 
     def use(l):
-        with l.mixed_precision.autocast:
+        with (outer := l.mixed_precision.autocast), l.mixed_precision.autocast as inner:
+            assert inner is not outer
             seen.append(l.model(torch.ones(2, 6)).dtype)
 
     learn.fit(1, cbs=[At('before_fit', use, 11), At('after_epoch', use)])
