@@ -26,8 +26,9 @@ def wrong_in_fp32(fp32: Recording, batches: object) -> str:
     if not fp32.losses: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
     own = not_fp32(fp32)
     if not fp32.not_finite:
-        is_fp32 = not own or any(m.has_fp32_product for m in fp32.modules.values())
-        return '' if is_fp32 else f'{own}, so there is no fp32 run to compare with'
+        in_16 = sum(bool(m.half_line) for m in fp32.modules.values())
+        in_fp32 = sum(m.has_fp32_product and not m.half_line for m in fp32.modules.values())
+        return '' if in_16 <= in_fp32 else f'{own}, so there is no fp32 run to compare with'
     if bad := not_finite_data(batches): return bad
     first = next((f', first in {named(n)}' for n, m in fp32.modules.items() if m.failed), '')
     if own: return f'the {fp32.not_finite} is not finite{first}, but the reference is not fp32: {own}'
@@ -37,7 +38,8 @@ def wrong_in_fp32(fp32: Recording, batches: object) -> str:
 def not_fp32(fp32: Recording) -> str:
     "Describe products in 16 bits in the fp32 run; '' if there are none."
     own = [f'{named(n)} ({m.half_line})' for n, m in fp32.modules.items() if m.half_line]
-    return f'{some(own)} multiplies in 16 bits, by an autocast or a cast of its own' if own else ''
+    verb = 'multiplies' if len(own) == 1 else 'multiply'
+    return f'{some(own)} {verb} in 16 bits, by an autocast or a cast in the model' if own else ''
 
 
 def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'

@@ -143,9 +143,9 @@ class Frame:
             if is_float or address(was) in self.floats: self.floats[address(out)] = out
         elif call.op.flops and not call.has_half: self.record.has_fp32_product = True
         elif call.op.flops:
-            if not self.kind.dtype: self.record.half_line = users_line()
+            if not self.kind.dtype: self.record.half_line = users_line() or 'in PyTorch'
             elif any(t.dtype in HALF and address(t) in self.floats for t in call.inputs):
-                self.record.undone_line = users_line()
+                self.record.undone_line = users_line() or 'PyTorch'
 
     def _record_merged(self, call, out):
         "Follow whole numbers that fall together in 16 bits through what is computed from them."
