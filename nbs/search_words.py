@@ -11,11 +11,12 @@ WORDS = {
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
-            'which GPU, GPU, old GPU, laptop without GPU, '
+            'which GPU, GPU, old GPU, '
             'which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
             'RTX 3080, RTX 3090, '
-            'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, AMX, '
+            'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16, bf16 on T4, bf16 on V100',
+        'On a CPU': 'laptop without GPU, AMX, Ryzen, Intel Core',
         'bf16 or fp16 for my model?':
             'precision, which precision should I use, fp16 vs bf16, to_fp16 vs to_bf16, float16, bfloat16 vs float16, '
             'regression, forecasting, reinforcement learning'},
@@ -57,6 +58,7 @@ WORDS = {
         'RuntimeError: could not create a primitive descriptor':
             "could not create a primitive descriptor, not implemented for 'Half', LSTM bf16 error, GRU error",
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
+        "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
         "AttributeError: ... object has no attribute 'dls'": 'load_learner dict object has no attribute dls',
@@ -147,7 +149,8 @@ WORDS = {
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'The report for a PyTorch loop, Lightning or the Trainer':
-            'LightningModule, training_step, report without a learner, underflow_overflow, Trainer',
+            'LightningModule, training_step, report without a learner, underflow_overflow, Trainer, '
+            'accelerator.prepare, fabric.setup, GradScalerKwargs',
         'A frozen base in 16 bits (LoRA)': 'LoRA, peft, adapters, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',

@@ -133,6 +133,11 @@ class OwnLoss(nn.Module):
         return self(*batch).loss
 
 
+class LossInDict(OwnLoss):
+    def training_step(self, batch, i):
+        return {'loss': super().training_step(batch, i)}
+
+
 def test_the_report_on_a_loop_without_a_learner():
     loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
     named = [{'x': x, 'labels': y} for x, y in loader]
@@ -140,11 +145,13 @@ def test_the_report_on_a_loop_without_a_learner():
     lit = OwnLoss()
     found = recipe('get_train_dataloader', lit=lit, train_dataloader=loader, trainer=trainer)
     step = recipe('training_step', lit=lit, train_dataloader=loader).report
+    in_dict = recipe('training_step', lit=LossInDict(), train_dataloader=loader).report
     state = torch.get_rng_state()
     precision_report(lit.net, loader, F.mse_loss, precisions='bf16')
     assert torch.equal(state, torch.get_rng_state()) and not trainer.model._forward_pre_hooks
     assert same([*lit.net.parameters()], [*Attentive().parameters()]) and not replaced(lit.net)
-    for report, name in ((found.report, 'attn'), (found.trainers, 'net.attn'), (step, 'lit.net.attn')):
+    own = [(report, 'lit.net.attn') for report in (step, in_dict)]
+    for report, name in [(found.report, 'attn'), (found.trainers, 'net.attn'), *own]:
         calls = [v.call for v in report.verdicts.values()]
         assert calls[0] == 'bf16' and calls[1].startswith('fp16') and f"fp32_modules=['{name}']" in calls[1]
         assert 'learn.' not in repr(report)
