@@ -12,7 +12,7 @@ from .precisions import AMPMode, Precision, Support
 from .precisions.half_weights import HalfWeights
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
-from .training import checkpoint as _checkpoint, learner as _learner
+from .training import checkpoint as _checkpoint, methods as _methods
 from .training.optimizers import fused, kahan
 from .devices import sharded as _sharded
 from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric, precision_report

@@ -1,5 +1,5 @@
 "Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
-from ..training import learner as _core
+from ..training import methods as _core
 from ..training.callback import WATCHERS
 from . import make_report                                        # adds `Learner.precision_report`
 from .any_loop import precision_report

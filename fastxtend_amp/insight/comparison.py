@@ -113,7 +113,7 @@ def recommend(
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
     def order(name):
         kind = PRECISIONS.get(name.split(',')[0].split()[0], Precision)
-        return kind.scales_loss, name.count(' '), -good[name]
+        return kind.scales_loss, name.count(' '), -good[name]    # a variant has more words in its name
     best = min(close, key=order, default='fp32')
     fastest = good.get(best, 1.)
     said = [f'{name}{why}.' for name, row in others.iterrows()

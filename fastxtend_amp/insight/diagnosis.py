@@ -16,7 +16,7 @@ from .evidence import not_finite_data
 from .judge import Judge
 from .random_states import RandomState, random_state, set_random_state
 from .report import named
-from .runs import Sample, run_again, running_copy
+from .sample import Sample, run_again, running_copy
 from .values import has_finite_results, tensors
 
 _BAD = 'Check the data: no precision can train on these values'

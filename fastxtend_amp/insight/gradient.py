@@ -21,7 +21,7 @@ from fastai.learner import Learner
 from ..precisions import Precision
 from .copies import run_batch
 from .random_states import random_state, set_random_state
-from .runs import BackwardOnly, running_copy
+from .sample import BackwardOnly, running_copy
 from .values import all_finite
 
 N_BATCHES = 6  # K

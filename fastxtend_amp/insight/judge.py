@@ -13,7 +13,7 @@ from .evidence import CLOSE, MARGIN, NO_AUTOCAST, failing, flagged, loss_scales,
 from .gradient import GradientDistance, gradient_distance
 from .recording import Recording
 from .report import Verdict, named, some
-from .runs import Sample
+from .sample import Sample
 
 _LOWEST_SCALE = 2.**-12 # to recommend
 _SMALL, _LARGE = .25, .5        # distance of the mean gradient; models that trained worse than in fp32 were above .5

@@ -25,7 +25,7 @@ from .gradient import N_BATCHES
 from .judge import Judge, NotKnown
 from .random_states import random_state_kept
 from .report import PrecisionReport, Verdict, constants_of, named, some, table_of
-from .runs import Sample
+from .sample import Sample
 from .values import largest_value, n_items, readable, tensors
 
 EMULATED_WORK = 5e9    # in fp32, about a second; the same work may take a minute in an emulated precision

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .modules import Frame, ModuleRecord
+from .records import Frame, ModuleRecord
 from .operators import Operation, in_function_transform, unwatched
 from .values import all_finite, is_plain, readable
 

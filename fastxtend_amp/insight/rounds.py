@@ -13,18 +13,18 @@ from ..messages import check_integer
 from .calls import Call
 from .comparison import PrecisionComparison, recommend
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out, several_processes
-from .measuring import Run
+from .run import Run
 from .display import progress_bar
 from .random_states import random_state_kept
 from .speed import FEWEST_ROUNDS, last_fifth, tolerance
 from .values import tensors
 
 N_STEPS, N_SEEDS = 50, 3        # defaults
-FOR_REPORT = .3                 # the most of `max_seconds` that the report of `to_amp` needs,
-_FOR_BATCHES = .25              # and of what is left then, drawing batches
+FOR_REPORT = .3                 # share of `max_seconds` for the report of `to_amp`
+_FOR_BATCHES = .25              # share of the time that is left for drawing batches
 _BYTES = 2**29                  # of batches to hold; further steps reuse them
-_FEWEST = 7                     # rounds into which `n_steps` are divided; more,
-_LONGEST = .1                   # seconds, if one would be longer than this in fp32
+_FEWEST = 7                     # rounds, at least, into which `n_steps` are divided
+_LONGEST = .1                   # seconds of a round in fp32; longer rounds are divided
 
 
 class Rounds:

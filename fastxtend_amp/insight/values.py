@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 from ..compat import tree_leaves
 from ..tensors import HALF
 
-_MASK_FROM = 1e3        # larger values may be an attention mask,
-_MASK_GAP = 64          # if they are negative and all others are smaller by this factor
+_MASK_FROM = 1e3        # absolute value from which negative values may be an attention mask
+_MASK_GAP = 64          # factor by which all other values are smaller then
 
 
 # -- tensors

@@ -66,8 +66,8 @@ class Watch:
         notes, learn = self.cb.fit.notes, self.cb.learn
         if notes is None or not learn.training: return
         notes.random_state = [(set_state, get_state()) for set_state, get_state in notes.generators]
-        if notes.weights is not None or self.cb.fit.device.type == 'xla': return
-        notes.weights = _norm(learn.model)                       # which XLA would compile into the first batch
+        # XLA would compile the norm into the first batch.
+        if notes.weights is None and self.cb.fit.device.type != 'xla': notes.weights = _norm(learn.model)
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."

@@ -118,8 +118,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
         It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
         """
-        is_watched = self.precision.kind is not Precision and self.history.read()
-        return self.state_dict().get('scale', 1. if is_watched else None)
+        has_steps = self.precision.kind is not Precision and self.history.read()
+        return self.state_dict().get('scale', 1. if has_steps else None)
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted optimizer step so far, except in `lr_find`."
@@ -243,8 +243,9 @@ class MixedPrecision(fp16.MixedPrecision):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
         if not self.parts: return
         fit = self.open_fit()
-        fit.casts, device_type = None, fit.device.type           # the cache lives as long as any autocast is open
+        fit.casts, device_type = None, fit.device.type
         if not fit.precision.dtype: return
+        # The cache lives as long as any autocast is open: this one changes nothing else.
         self.parts[-1].enter(torch.autocast(device_type, enabled=torch.is_autocast_enabled(device_type)))
 
     def after_validate(self):

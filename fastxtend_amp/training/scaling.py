@@ -35,9 +35,9 @@ _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the c
 
 class Gradients(Enum):
     "The state of the gradients."
-    TRUE = 0                                                     # between two steps
+    BETWEEN_STEPS = 0                                            # true, as after `zero_grad`
     SCALED = 1                                                   # times the scale: backward passes add to them
-    UNSCALED = 2                                                 # true, in a step that is under way
+    IN_STEP = 2                                                  # unscaled, in a step that is under way
 
 
 class Scaling:
@@ -58,8 +58,8 @@ class Scaling:
         self.scale: Any = scaler.scale(self.one)                 # a copy of the scale; None if that may have changed
         self.first_step = len(self.history.read())               # in the history
         self.before_lr_find = state if 'lr_finder' in vars(self.learn) else None
-        self.gradients = Gradients.TRUE
-        self.versions: list | None = None if state['scale'] == 1 else []   # of the gradients, until the first step
+        self.gradients = Gradients.BETWEEN_STEPS
+        self.versions: list | None = None if state['scale'] == 1 else []   # of the gradients; None: no more compared
         self.passes: list[Any] = []                              # of this step; each is an optimizer to `GradScaler`
         self.in_pass = False                                     # whether the second one, or a later one, is running
         self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
@@ -75,15 +75,15 @@ class Scaling:
 
     def start(self) -> None:
         "Scale what is in the gradients, so that a loss scaled by anybody can be added."
-        if self.gradients is Gradients.UNSCALED: self.cancel()   # what an exception or a cancelled batch left
-        if self.gradients is Gradients.TRUE: self._multiply()
+        if self.gradients is Gradients.IN_STEP: self.cancel()   # what an exception or a cancelled batch left
+        if self.gradients is Gradients.BETWEEN_STEPS: self._multiply()
         self.gradients = Gradients.SCALED
 
     def scale_loss(self, loss: Any) -> Any: # A tensor; before a step also several
         "Return the loss (fp32) times the scale. During a step gradients are scaled while its backward pass runs."
-        if self.gradients is not Gradients.UNSCALED: self.start()
+        if self.gradients is not Gradients.IN_STEP: self.start()
         loss = self.scaler.scale(loss)
-        if self.gradients is Gradients.UNSCALED:
+        if self.gradients is Gradients.IN_STEP:
             self.end_pass()                                      # of one that failed
             around_backward(loss, self._begin_pass, self.end_pass)
         return loss
@@ -103,7 +103,7 @@ class Scaling:
         if self.gradients is not Gradients.SCALED or not (params := self._params()): return
         if self.versions and self.versions != _versions(params): warn_of_early_changes(self.learn)
         self.versions = None
-        self.gradients = Gradients.UNSCALED
+        self.gradients = Gradients.IN_STEP
         on_device = not self.is_low and skips_on_device(self.learn.opt, params)        # the host mends a low scale
         self.fused = self.learn.opt.opt if on_device else None
         self._divide(params)
@@ -131,7 +131,7 @@ class Scaling:
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        if self.gradients is not Gradients.UNSCALED:             # another callback cancelled it
+        if self.gradients is not Gradients.IN_STEP:             # another callback cancelled it
             self.found_inf = False
             return
         if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
@@ -149,7 +149,7 @@ class Scaling:
 
     def cancel(self) -> None:
         "Keep scale and growth tracker: the step was cancelled."
-        if self.gradients is Gradients.UNSCALED: self._close(self.scaler.get_scale())
+        if self.gradients is Gradients.IN_STEP: self._close(self.scaler.get_scale())
 
     def _close(self, new_scale: float | None = None) -> None: # None lets the scale grow or back off
         "End the step."
@@ -159,7 +159,7 @@ class Scaling:
             for name in ('grad_scale', 'found_inf'): vars(self.fused).pop(name, None)
             # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above 0 until the host mends it.
             self.scaler._scale.clamp_(min=_LOWEST / 2)
-        self.passes, self.fused, self.gradients = [], None, Gradients.TRUE
+        self.passes, self.fused, self.gradients = [], None, Gradients.BETWEEN_STEPS
 
     # -- a scale that has fallen too low
 

@@ -32,7 +32,7 @@ from fastxtend_amp import fused
 from fastxtend_amp.insight.calls import like_own
 from fastxtend_amp.insight.compare import native_precisions, rows_of
 from fastxtend_amp.insight.comparison import recommend
-from fastxtend_amp.insight.measuring import Run
+from fastxtend_amp.insight.run import Run
 from fastxtend_amp.insight.rounds import Rounds
 from fastxtend_amp.insight.speed import COLUMNS, Speed, tolerance
 from fastxtend_amp.tools.device import usable_device

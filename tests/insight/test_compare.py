@@ -19,7 +19,8 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp import PrecisionComparison, is_depthwise, is_grouped
-from fastxtend_amp.insight import measuring, rounds
+from fastxtend_amp.insight import rounds
+from fastxtend_amp.insight import run as run_room
 from fastxtend_amp.insight.calls import Call, advised, like_own, own_precision
 from fastxtend_amp.insight.comparison import recommend
 from fastxtend_amp.insight.speed import Speed, tolerance
@@ -368,7 +369,7 @@ def test_activations_are_those_counted_by_hand():
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
     assert 'peak MB' not in repr(learner().compare_precision('bf16', n_steps=7, n_seeds=0))
-    monkeypatch.setattr(measuring, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
+    monkeypatch.setattr(run_room, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
     assert (learner().compare_precision('bf16', n_steps=7, n_seeds=0).table['peak MB'] == 2).all()
 
 

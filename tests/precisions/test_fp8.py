@@ -5,7 +5,7 @@ from fastai.learner import load_learner
 
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.insight.values import relative_error
-from fastxtend_amp.insight.runs import round_as
+from fastxtend_amp.insight.sample import round_as
 from fastxtend_amp.precisions import fastest_native, fp8
 from training.rows import *
 

@@ -1,6 +1,6 @@
 """Runs of batches in the training loop of a copied learner, in fp32 or a lower precision; no step is taken.
 
-`recording.py` follows the modules, and `modules.py` their operators.
+`recording.py` follows the modules, and `records.py` their operators.
 """
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Sample:
     is_cut: bool = False # Whether they have only the first of their items
 
     def __post_init__(self):
-        self.fp32: Any = None
+        self.fp32: Any = None                                    # this run is the reference
         self.fp32 = self.run()
         self.wrong = wrong_in_fp32(self.fp32, self.batches)      # '' if nothing is
 
@@ -158,12 +158,12 @@ def round_as(
 
 def _linear(rounded, layer, x):
     x = x.to(torch.get_autocast_dtype(x.device.type))
-    out = F.linear(_copy(rounded, x), _copy(rounded, layer.weight))
-    if out.requires_grad: out.register_hook(partial(_copy, rounded, is_gradient=True))
+    out = F.linear(_rounded_copy(rounded, x), _rounded_copy(rounded, layer.weight))
+    if out.requires_grad: out.register_hook(partial(_rounded_copy, rounded, is_gradient=True))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-def _copy(rounded, t, is_gradient=False):
+def _rounded_copy(rounded, t, is_gradient=False):
     "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
     copy = t.clone()
     with unwatched(), torch.no_grad(): copy.copy_(rounded(t, is_gradient))
