@@ -86,7 +86,7 @@ class MixedPrecision(fp16.MixedPrecision):
         check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         self._on_overflow = value
         self.watchers, self.methods = [*filter(None, (make(self) for make in WATCHERS))], None   # 'fix' has one more
-        if self.fit is not None: self._watch()
+        if self.fit: self._watch()
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
@@ -131,7 +131,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def skipped(self) -> bool:
         "True if the latest step was skipped; callbacks know it from `before_step` (order > 10) on. May synchronize."
-        return self._scaling is not None and bool(self._scaling.found_inf)
+        return bool((scaling := self._scaling) and scaling.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
         "Return the precision's state as plain numbers; empty in bf16 and fp32."
@@ -160,9 +160,10 @@ class MixedPrecision(fp16.MixedPrecision):
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
         "Return `loss` times the loss scale in a training batch with loss scaling, otherwise `loss` itself."
-        if (scaling := self._scaling) is None: return loss
-        scaling.versions = None                                  # its backward pass adds to scaled gradients
-        return scaling.scale_loss(loss)
+        if scaling := self._scaling:
+            scaling.versions = None                              # its backward pass adds to scaled gradients
+            loss = scaling.scale_loss(loss)
+        return loss
 
     # -- a fit
 
@@ -171,7 +172,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Autocast as a context, for callbacks that call the model; None outside of a fit."
         return self.fit and next(iter(self.fit.precision.around_batch(self.fit.device)), nullcontext())
     @property
-    def _scaling(self) -> Scaling | None: return None if self.fit is None else self.fit.scaling
+    def _scaling(self) -> Scaling | None: return self.fit and self.fit.scaling
     @property
     def in_batch(self) -> bool:
         "True while a batch is open, in which a precision cannot be exchanged."
@@ -189,7 +190,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def open_fit(self) -> Fit: # It checks the model, and enters what lasts for the fit
         "Return the fit that is open; begin it if there is none."
-        if self.fit is not None: return self.fit
+        if self.fit: return self.fit
         if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
@@ -205,7 +206,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one."
         fit, self.fit = self.fit, None
-        if fit is not None: fit.end(failed)
+        if fit: fit.end(failed)
 
     # -- the events of fastai's loop; those of a batch run only while a part and a fit are open
 
@@ -214,15 +215,14 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.learn is None: return                            # removed in this event
         if event_name in _inner_loop:
             if not self.parts or not (self.run_train if self.learn.training else self.run_valid): return
-            if self.fit is None and event_name != 'before_batch': return      # added in this batch
+            if not self.fit and event_name != 'before_batch': return      # added in this batch
         if self.run:
             for method in (self.methods or self.bound()).get(event_name, ()): method()
         if event_name == 'after_fit': self.run = True            # as fastai does
 
     def bound(self) -> dict[str, list[Callable]]:
         "Return the methods of each event, here and then in the watchers, found once."
-        owners = self, *self.watchers
-        self.methods = {e: [getattr(x, e) for x in owners if hasattr(type(x), e)] for e in _EVENTS}
+        self.methods = {e: [getattr(x, e) for x in (self, *self.watchers) if hasattr(type(x), e)] for e in _EVENTS}
         return self.methods
 
     def unwatch(self, watcher: Any) -> None:
@@ -232,7 +232,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_fit(self):
         "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
-        if not self.parts or self.fit is not None: return        # `validate()` opens one in `before_validate`
+        if self.fit or not self.parts: return        # `validate()` opens one in `before_validate`
         self.open_fit().precision.prepare(self.learn)            # before a distributed trainer wraps the model
 
     def before_train(self):
@@ -258,7 +258,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if learn.model is not fit.model: fit.use_model()
         if learn.training and learn.opt is not None:
             if not fit.is_training: fit.begin_training()
-            if fit.scaling is not None: fit.scaling.start()
+            if fit.scaling: fit.scaling.start()
         fit.clear_old_casts()
         for context in fit.precision.around_batch(fit.device): self.parts[-1].enter(context)
 
@@ -279,9 +279,9 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_step(self):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
-        if (scaling := self.fit.scaling) is None: return
+        if not (scaling := self.fit.scaling): return
         scaling.unscale()
-        if scaling.found_inf is True: raise CancelStepException()
+        if scaling.found_inf is True: raise CancelStepException
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."
