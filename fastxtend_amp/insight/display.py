@@ -1,4 +1,4 @@
-"What users see of a result and of the work on it: text, HTML, and a progress bar."
+"Display of a result and of the work on it: text, HTML, and a progress bar."
 import math, re, sys, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"What recorded batches show: what is wrong in fp32, which modules 16 bits harm, and the loss scales that work."
+"Evidence in recorded batches: what is wrong in fp32, which modules 16 bits harm, and the loss scales that work."
 import math
 
 import torch

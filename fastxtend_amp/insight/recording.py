@@ -25,7 +25,7 @@ BACKWARD = 'backward pass'                                       # where an erro
 
 
 class Recording(TorchDispatchMode):
-    "What some batches show in one precision, each from its forward pass to its gradients."
+    "The record of some batches in one precision, each from its forward pass to its gradients."
     not_finite = ''                                              # 'loss', or 'gradient' if no loss was
     validates = False                                            # with finite results
     error = ''                                                   # why it ended: the text of an exception

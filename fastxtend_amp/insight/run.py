@@ -44,7 +44,7 @@ class Run:
 
     @property
     def is_variant(self) -> bool:
-        "Whether another row has the same precision, in another format or with other layers in fp32."
+        "True if another row has the same precision, in another format or with other layers in fp32."
         return ',' in self.name
 
     @property

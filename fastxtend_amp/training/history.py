@@ -1,4 +1,4 @@
-"What is known of past steps: their loss scales, and which were skipped."
+"The history of optimizer steps: their loss scales, and which were skipped."
 from __future__ import annotations
 
 from collections.abc import Iterator
