@@ -59,15 +59,15 @@ def gradient_distance(
     h = BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, Precision) as fp32:
+    with running_copy(learn, Precision) as reference:
         set_random_state(start)                                  # callbacks may draw weights when a fit begins
         with running_copy(learn, kind, [*keep], scale) as low:
             scale = low.mixed_precision.scale or 1.              # without loss scaling
-            fp32.add_cb(g)
+            reference.add_cb(g)
             low.add_cb(h)
             for i, batch in enumerate(batches):
                 state = random_state()
-                for copy in fp32, low:
+                for copy in reference, low:
                     set_random_state(state)
                     run_batch(copy, i, batch)
                 if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
