@@ -13,9 +13,10 @@ from .precisions.half_weights import HalfWeights
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, methods as _methods
+from .training.metrics import LossScaleMetric, SkippedStepsMetric
 from .training.optimizers import fused, kahan
 from .devices import sharded as _sharded
-from .insight import LossScaleMetric, PrecisionComparison, PrecisionReport, SkippedStepsMetric, precision_report
+from .insight import PrecisionComparison, PrecisionReport, precision_report
 from .tools.support import precision_support
 
 if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later

@@ -6,7 +6,6 @@ from .any_loop import precision_report
 from .compare import measure_and_choose
 from .comparison import PrecisionComparison
 from .diagnosis import fixed_evaluation
-from .metrics import LossScaleMetric, SkippedStepsMetric
 from .notes import ErrorNote, UnusedModules
 from .report import PrecisionReport
 from .watch import Watch

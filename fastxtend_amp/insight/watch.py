@@ -48,13 +48,13 @@ class Watch:
     @property
     def notes(self):
         "The `Notes` on the open fit; None if it is not watched, or has been warned of."
-        return self.cb.fit and self.cb.fit.notes
+        return self.cb.fit and self.cb.fit.watched
 
     def after_open(self):
         "Watch a fit that has been opened."
         fit = self.cb.fit
         if fit.precision.kind is Precision or self.cb.on_overflow == 'ignore': return
-        fit.notes = Notes(fit.device.type == 'cpu')
+        fit.watched = Notes(fit.device.type == 'cpu')
 
     def before_train(self):
         "Warn at the start of a distributed fit that 'fix' only warns."
@@ -63,7 +63,7 @@ class Watch:
 
     def before_batch(self):
         "Note the random state, and once the size of the weights."
-        notes, learn = self.cb.fit.notes, self.cb.learn
+        notes, learn = self.cb.fit.watched, self.cb.learn
         if notes is None or not learn.training: return
         notes.random_state = [(set_state, get_state()) for set_state, get_state in notes.generators]
         # XLA would compile the norm into the first batch.
@@ -71,7 +71,7 @@ class Watch:
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
-        notes, learn = self.cb.fit.notes, self.cb.learn
+        notes, learn = self.cb.fit.watched, self.cb.learn
         if notes is None or not learn.training: return
         if not notes.on_cpu: self._check_recorded()
         notes.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), notes.random_state
@@ -87,8 +87,8 @@ class Watch:
     def after_step(self):
         "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."
         fit = self.cb.fit
-        if not (fit and fit.scaling and fit.scaling.skips_in_a_row and fit.notes and fit.notes.batch): return
-        notes, scaling = fit.notes, fit.scaling
+        if not (fit and fit.scaling and fit.scaling.skips_in_a_row and fit.watched and fit.watched.batch): return
+        notes, scaling = fit.watched, fit.scaling
         if scaling.skips_in_a_row >= self.cb.max_skips:
             return self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
         if not scaling.is_skip_odd: return
@@ -122,7 +122,7 @@ class Watch:
     def _check_loss(self, notes, loss):
         if not math.isfinite(loss): return self._alarm(f'the loss is {loss}')
         notes.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.notes = None          # it ends where training fails
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.watched = None          # it ends where training fails
 
     def _alarm(self,
         what,
@@ -135,7 +135,7 @@ class Watch:
         found = diagnose(learn, alarm, _divergence(notes, learn.model))
         if not found: return                                     # the loss scale explains it
         message = f'{alarm.happened}\n{found}'
-        cb.fit.has_warned, cb.fit.notes = True, None             # first: between batches `fix` closes the fit
+        cb.fit.has_warned, cb.fit.watched = True, None             # first: between batches `fix` closes the fit
         if cb.on_overflow != 'fix' or self.n_fixes == _MOST_FIXES or not fix(cb, alarm): return self._say(message)
         self.n_fixes += 1
 

@@ -200,7 +200,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _watch(self) -> None:
         "Have the watchers begin with the fit that is open."
-        self.fit.notes = None
+        self.fit.watched = None
         for method in self.bound()['after_open']: method()
 
     def close(self, failed: bool = False) -> None:

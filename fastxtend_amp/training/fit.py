@@ -22,7 +22,7 @@ class Fit(ExitStack):
     model: Any = None                                            # whose forwards are replaced
     scaling: Scaling | None = None
     is_training = False                                          # what training needs was checked
-    notes: Any = None                                            # of the watch, while it watches
+    watched: Any = None                                          # what the watch keeps, while it watches
     has_warned = False                                           # a failure was reported
     casts: Any = None                                            # model and weights whose casts autocast keeps
 
@@ -33,7 +33,7 @@ class Fit(ExitStack):
         precision.check_device(device)
         if precision.dtype: check_parallel(precision, learn.model)
         precision.check(learn.model)
-        self.around_model = self.enter_context(ExitStack())
+        self.model_contexts = self.enter_context(ExitStack())
         scaler = precision.scaler(device)
         if scaler is None and precision.kind is not Precision and cb.on_overflow == 'fix':
             scaler = static_scaler(device.type, 1.)
@@ -44,8 +44,8 @@ class Fit(ExitStack):
         "Enter what the precision names around a fit, if the learner's model has changed."
         model = self.learn.model
         if model is self.model: return
-        self.around_model.close()
-        for context in self.precision.around_fit(model): self.around_model.enter_context(context)
+        self.model_contexts.close()
+        for context in self.precision.around_fit(model): self.model_contexts.enter_context(context)
         self.model = model
         if self.scaling is not None: self.scaling.buffers.look_at(model)
 

@@ -3,9 +3,9 @@ import pandas as pd
 from fastai.learner import Learner, Metric
 from fastcore.basics import patch
 
-from ..training.callback import MixedPrecision
-from ..training.loop import precision_callback
-from ..training.history import StepHistory
+from .callback import MixedPrecision
+from .history import StepHistory
+from .loop import precision_callback
 
 
 class PrecisionMetric(Metric):
