@@ -15,11 +15,11 @@ from .training.callback import MixedPrecision
 from .training import checkpoint as _checkpoint, methods as _methods
 from .training.metrics import LossScaleMetric, SkippedStepsMetric
 from .training.optimizers import fused, kahan
-from .devices import sharded as _sharded
+from .backends import sharded as _sharded
 from .insight import PrecisionComparison, PrecisionReport, precision_report
 from .tools.support import precision_support
 
-if _find_spec('torch_xla') is not None: from .devices import xla as _xla   # users may import it later
+if _find_spec('torch_xla') is not None: from .backends import xla as _xla   # users may import it later
 
 # fastai's `fp16` and `text.learner` import this module, which gives every new learner a bar. That is left to the user.
 _fastai.defaults.callbacks[:], _has_bar = _before

@@ -1,1 +1,1 @@
-"Devices: facts about each, and support for sharded parameters (FSDP2) and XLA."
+"What a device is: facts, how it multiplies fp32 tensors, what work on it costs, and the rules of CUDA's autocast."
