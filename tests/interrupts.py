@@ -1,6 +1,6 @@
 """Ctrl-C before each line of the package that an fp16 fit runs: `python tests/interrupts.py` prints what stays open.
 
-The manual's page on guarantees quotes its last line.
+The manual's page on guarantees says what that may be.
 """
 
 import os, sys
