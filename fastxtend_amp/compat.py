@@ -1,16 +1,20 @@
-"""PyTorch's undocumented names that the core uses.
+"""PyTorch's undocumented names: what the callback relies on, and then what reports do.
 
 Each docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.
 """
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._functorch import config
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: F401  since 1.13
+from torch.utils.flop_counter import flop_registry
 
 # Of the module inside what `torch.compile(module)` gives (since 2.0); without it a compiled model counts as one module.
 COMPILED_NAME = '_orig_mod'
@@ -65,3 +69,47 @@ def is_compiled(model: nn.Module) -> bool:
 # under the autocast of the whole forward pass, so regions with autocast off would get 16-bit products. Relies on
 # `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15). Without it the first batch fails.
 backward_without_autocast = partial(config.patch, backward_pass_autocast='off')
+
+
+# -- operators, as a `TorchDispatchMode` gets them
+
+class Traits(NamedTuple):
+    "The traits of one of PyTorch's operators."
+    name: str # Without namespace: 'addmm'
+    draws: bool # It draws random numbers
+    makes_nothing: bool # It gives a view of the same memory, a constant, or uninitialized memory
+    writes: bool # It writes into an argument
+    flops: Callable | None # Counts the floating-point operations of a product; None for other operators
+
+
+@cache
+def traits_of(func: Any) -> Traits:
+    """Return the traits of an operator.
+
+    Relies on `OpOverload._schema`, `.overloadpacket` and `.tags` (1.13), and `flop_counter.flop_registry` (2.1).
+    """
+    name, aliases = func.overloadpacket.__name__, [r.alias_info for r in func._schema.returns]
+    is_view = any(a is not None and not a.is_write for a in aliases)
+    makes_nothing = is_view or name.startswith(('empty', 'full', 'new_', 'scalar_tensor'))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    writes = func._schema.is_mutable or 'batch_norm' in name     # statistics, which not each such schema says
+    return Traits(name, draws, makes_nothing, writes, flop_registry.get(func.overloadpacket))
+
+
+def in_function_transform() -> bool:
+    """Return whether a transform of `torch.func` (grad, vmap, ...) or forward-mode AD runs: nothing can be read there.
+
+    Inside an operator the innermost transform counts only if it is forward-mode AD; reading in that ends the process.
+
+    Relies on `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` (seen in 2.9 to 2.15).
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def unwatched() -> AbstractContextManager:
+    """Return a context in which no `TorchDispatchMode` sees the operators that run.
+
+    Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Without it: `AttributeError` in the
+    first run that is recorded.
+    """
+    return _python_dispatch._disable_current_modes()

@@ -15,7 +15,7 @@ from fastcore.docments import docments
 
 import fastxtend_amp
 from api_examples import EXAMPLES
-from fastxtend_amp.insight.report import Verdict
+from fastxtend_amp.insight.report_result import Verdict
 from fastxtend_amp.precisions import PRECISIONS, Precision
 
 HERE, PACKAGE = Path(__file__).parent, Path(fastxtend_amp.__file__).parent

@@ -5,7 +5,6 @@ from torch import nn
 from torch._functorch import config
 
 from fastxtend_amp import compat
-from fastxtend_amp.insight import operators
 from helpers import autocast_state
 
 
@@ -43,15 +42,15 @@ def test_the_backward_pass_is_compiled_without_autocast():
 
 def test_function_transforms_are_known():
     seen = []
-    torch.func.vmap(lambda x: (seen.append(operators.in_function_transform()), x)[1])(torch.ones(2))
-    assert seen == [True] and not operators.in_function_transform()
+    torch.func.vmap(lambda x: (seen.append(compat.in_function_transform()), x)[1])(torch.ones(2))
+    assert seen == [True] and not compat.in_function_transform()
 
 
 def test_traits_of_operators():
     aten = torch.ops.aten
-    assert operators.operator(aten.mm.default)[:4] == ('mm', False, False, False)
-    assert operators.operator(aten.view.default).makes_nothing and operators.operator(aten.add_.Tensor).writes
-    assert operators.operator(aten.bernoulli_.float)[1:] == (True, False, True, None)
+    assert compat.traits_of(aten.mm.default)[:4] == ('mm', False, False, False)
+    assert compat.traits_of(aten.view.default).makes_nothing and compat.traits_of(aten.add_.Tensor).writes
+    assert compat.traits_of(aten.bernoulli_.float)[1:] == (True, False, True, None)
 
 
 def test_unwatched():
@@ -65,7 +64,7 @@ def test_unwatched():
             return func(*args, **(kwargs or {}))
 
     with Notes():
-        with operators.unwatched():
+        with compat.unwatched():
             torch.ones(2) + 1
         assert not seen
         torch.ones(2) + 1

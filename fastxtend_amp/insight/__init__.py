@@ -1,13 +1,25 @@
-"Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed."
+"""Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed.
+
+The path of a verdict, each line calling those below it that are further to the right:
+
+    report.py              draws batches, asks for a verdict on each precision, and adds notes
+      judge.py             runs batches, keeps modules in fp32 or lowers the loss scale, runs again
+        sample.py          one run: a copy of the learner (copies.py) in a precision (calls.py)
+          recording.py     knows which module runs, and catches its operators and gradients
+            records.py     runs each operator a second time, in fp32, and records the error of the module
+        evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
+        gradient.py        compares the mean gradient of several batches with that in fp32
+    report_result.py       verdicts, tables, notes and plot
+"""
 from ..training import methods as _core
 from ..training.callback import WATCHERS
-from . import make_report                                        # adds `Learner.precision_report`
+from . import report                                             # adds `Learner.precision_report`
 from .any_loop import precision_report
 from .compare import measure_and_choose
 from .comparison import PrecisionComparison
 from .diagnosis import fixed_evaluation
 from .notes import ErrorNote, UnusedModules
-from .report import PrecisionReport
+from .report_result import PrecisionReport
 from .watch import Watch
 
 _core.measure_and_choose = measure_and_choose

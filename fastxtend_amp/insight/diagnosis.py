@@ -15,7 +15,7 @@ from .copies import lost_weights, several_processes
 from .evidence import not_finite_data
 from .judge import Judge
 from .random_states import RandomState, random_state, set_random_state
-from .report import named
+from .records import named
 from .sample import Sample, run_again, running_copy
 from .values import has_finite_results, tensors
 
@@ -88,7 +88,7 @@ def _run_again(
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         alarm.remedy = Precision, (), None
         return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'
-    largest = max(m.grad for m in sample.fp32.modules.values()) * alarm.scale
+    largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
     if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return '', ''
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()

@@ -1,6 +1,6 @@
-"Display of a result and of the work on it: text, HTML, and a progress bar."
+"Display of a result and of the work on it: sentences, tables, HTML, and a progress bar."
 import math, re, sys, time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
 from textwrap import fill
@@ -9,14 +9,22 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 from fastprogress.core import IN_NOTEBOOK
 
+MANY = 4                # modules or reasons that a sentence names; it counts the others
+_UNLIMITED = 3600.      # seconds that a progress bar shows if there is no time limit
 
-def _wrapped(line: str) -> str: # A browser wraps by itself
+
+def some(words: Iterable[str], between: str = ', ') -> str:
+    "Return the first words, and how many more there are."
+    words = [*words]
+    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')
+
+
+def _wrapped(line): # A browser wraps by itself
     indent = line[:len(line) - len(line.lstrip())]
     return fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-
-def _number(x: float) -> str: # '0.0296', '70,641', '6.67e+38'
+def _number(x): # '0.0296', '70,641', '6.67e+38'
     return f'{x:,.0f}' if 1000 <= abs(x) < 1e9 else f'{x:.3g}'
 
 
@@ -37,9 +45,6 @@ class Shown:
                        p.to_html(**_FORMAT) for p in self._parts())
 
 
-_LONGEST = 3600.  # seconds that the bar of an unlimited time shows
-
-
 def _is_interactive():
     return IN_NOTEBOOK or sys.stdout.isatty()                    # in a file, a bar would be one long line
 
@@ -52,7 +57,7 @@ def progress_bar(
     "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
     if 'progress' not in vars(learn) or not _is_interactive(): return (yield noop)
     from fastai.callback.progress import progress_bar as fastais # importing it gives every new learner a bar
-    bar = fastais(range(math.ceil(min(seconds, _LONGEST))), leave=False)
+    bar = fastais(range(math.ceil(min(seconds, _UNLIMITED))), leave=False)
     def show(what):
         bar.comment, now = what, min(int(time.time() - bar.start_t), bar.total - 1)   # a full bar would end
         if now > bar.last_v: bar.update(now)                     # once a second

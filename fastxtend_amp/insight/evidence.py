@@ -1,43 +1,52 @@
-"Evidence in recorded batches: what is wrong in fp32, which modules 16 bits harm, and the loss scales that work."
-import math
+"""The evidence in recorded batches, as sentences, numbers and tables.
 
+What is wrong in fp32, which modules 16 bits harm and why, and the loss scales that work.
+"""
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
 import torch
 from torch import nn
 
 from ..precisions.matching import covers, qualified_names
+from ..tensors import HALF
+from .display import some
 from .recording import Recording
-from .report import named, some
-from .values import n_nan_or_inf, readable, relative_error, rounded
+from .records import LOSS, named
+from .report_result import Verdict
+from .values import as_dtype, n_nan_or_inf, readable, relative_error
 
 CLOSE = 4.              # headroom below which a module is flagged
 MARGIN = 16.            # between a recommended loss scale and the highest, as later gradients may be larger
 _IMPRECISE = .1         # relative error from which a module is flagged
-_LOST = .1              # of the mean absolute gradient: smaller gradients may underflow
+_NEGLIGIBLE = .1        # of the mean absolute gradient: smaller gradients may underflow
 NO_AUTOCAST = '`with torch.autocast(x.device.type, enabled=False)`'
 
 
 # -- in fp32
 
-def wrong_in_fp32(fp32: Recording, batches: object) -> str:
+def wrong_in_reference(reference: Recording, batches: object) -> str:
     """Describe what is wrong with the run in fp32; '' if nothing is.
 
-    NaN in the data matters only then: it may mark unknown targets, which the loss ignores.
+    NaN in the data is reported only if the loss or a gradient is not finite, as losses may ignore targets that are NaN.
     """
-    if not fp32.losses: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
-    own = not_fp32(fp32)
-    if not fp32.not_finite:
-        in_16 = sum(bool(m.half_line) for m in fp32.modules.values())
-        in_fp32 = sum(m.has_fp32_product and not m.half_line for m in fp32.modules.values())
+    if not reference.losses: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    modules, own = reference.modules.items(), not_fp32(reference)
+    if not reference.not_finite:
+        in_16 = sum(bool(m.half_line) for _, m in modules)
+        in_fp32 = sum(m.has_fp32_product and not m.half_line for _, m in modules)
         return '' if in_16 <= in_fp32 else f'{own}, so there is no fp32 run to compare with'
     if bad := not_finite_data(batches): return bad
-    first = next((f', first in {named(n)}' for n, m in fp32.modules.items() if m.failed), '')
-    if own: return f'the {fp32.not_finite} is not finite{first}, but the reference is not fp32: {own}'
-    return f'the {fp32.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
+    first = next((f', first in {named(n)}' for n, m in modules if m.failed), '')
+    if own: return f'the {reference.not_finite} is not finite{first}, but the reference is not fp32: {own}'
+    return f'the {reference.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
 
 
-def not_fp32(fp32: Recording) -> str:
+def not_fp32(reference: Recording) -> str:
     "Describe products in 16 bits in the fp32 run; '' if there are none."
-    own = [f'{named(n)} ({m.half_line})' for n, m in fp32.modules.items() if m.half_line]
+    own = [f'{named(n)} ({m.half_line})' for n, m in reference.modules.items() if m.half_line]
     verb = 'multiplies' if len(own) == 1 else 'multiply'
     return f'{some(own)} {verb} in 16 bits, by an autocast or a cast in the model' if own else ''
 
@@ -52,23 +61,25 @@ def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 
 
 # -- in 16 bits
 
-def flagged(
+def harm( # By module, in execution order; for an error all modules of the type that raised it
     low: Recording,
     keep: list[str], # Modules in fp32, which cannot be kept there again for being close to overflow
+    model: nn.Module,
 ) -> dict[str, str]:
-    "Return the modules to flag for their forward pass, and why, in execution order."
-    found = {}
+    "Return which modules 16 bits harm in the forward pass, and how."
+    if low.error: return _failing(low, model)
+    harmed = {}
     for n, m in low.modules.items():
-        if not (why := _harm(m, low.kind, covers(keep, n))): continue
+        if not (why := _harm_to(m, low.kind, covers(keep, n))): continue
         if m.undone_line:
             why += (f'. Autocast runs the product in {m.undone_line} in {low.kind.name}, although its inputs are '
                     f'`.float()`: {NO_AUTOCAST} before it keeps it in fp32')
-        found[n] = why
-    return found
+        harmed[n] = why
+    return harmed
 
 
-def _harm(m, kind, is_kept):
-    "Describe what 16 bits do to a module."
+def _harm_to(m, kind, is_kept):
+    "Describe what 16 bits do to a module; '' for nothing."
     name, where, limit = kind.name, named(m.name), torch.finfo(kind.dtype).max
     size = m.largest if m.failed else m.largest_half
     lost = next((constant for constant, is_needed in m.constants.items() if is_needed), None)
@@ -77,26 +88,23 @@ def _harm(m, kind, is_kept):
         above = 'above' if size > limit else 'close to'
         return f"values in {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
     if lost:
-        away = rounded(lost[-1], kind.dtype)
-        return f'{_lost(kind, *lost)}, so it does not keep values in {where} away from {away:g}'
+        away = as_dtype(lost[-1], kind.dtype)
+        return f'{_rounding_of(kind, *lost)}, so it does not keep values in {where} away from {away:g}'
     if m.merged:
         return f'{m.merged[0]:.9g} and {m.merged[1]:.9g} become the same number in {where} in {name}'
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 
 
-def _lost(kind, line, operator, value):
+def _rounding_of(kind, line, operator, constant):
     where = f' (`{operator}`, {line})' if line else ''
-    return f'{value:.9g} is {rounded(value, kind.dtype):g} in {kind.name}{where}'
+    return f'{constant:.9g} is {as_dtype(constant, kind.dtype):g} in {kind.name}{where}'
 
 
-def failing(
-    low: Recording, # That ended with an error
-    model: nn.Module,
-) -> dict[str, str]:
-    "Return the modules of the type that raised the error, and why."
+def _failing(low, model):
     if not (name := low.failed_in): return {}
     why = f'{named(name)} does not run in {low.kind.name}: {low.error}'
-    for constant in low.modules[name].constants if name in low.modules else (): why += f'; {_lost(low.kind, *constant)}'
+    constants = low.modules[name].constants if name in low.modules else ()
+    why = '; '.join([why, *(_rounding_of(low.kind, *constant) for constant in constants)])
     modules = dict(qualified_names(model))
     alike = [n for n, m in modules.items() if type(m) is type(modules.get(name))]
     return dict.fromkeys(alike or [name], why)
@@ -109,16 +117,55 @@ def loss_scales(low: Recording) -> tuple[float, float]:
     """
     info = torch.finfo(low.kind.dtype or torch.float32)
     in_half = {n for n, m in low.modules.items() if m.largest_half}
-    half = [m for n, m in low.fp32.modules.items() if m.grad and n in in_half]
+    half = [m for n, m in low.reference.modules.items() if m.grad and n in in_half]
     if not half: return 1., 2. ** 24
     most = 2. ** math.floor(math.log2(info.max / max(m.grad for m in half)))
     mean = sum(m.grad_sum for m in half) / sum(m.n_grads for m in half)
-    least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (_LOST * mean)))
-    return min(max(least, min(1., most / MARGIN)), most), most
+    least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (_NEGLIGIBLE * mean)))
+    low_enough = min(1., most / MARGIN)                          # 1 will do if it leaves a margin
+    return min(max(least, low_enough), most), most
 
 
 def prediction_error(low: Recording) -> float: # nan if unknown
     "Return the relative difference of predictions from those in fp32, of the batch with the largest."
-    pairs = zip(low.predictions, low.fp32.predictions)
+    pairs = zip(low.predictions, low.reference.predictions)
     errors = (relative_error(p, exact) for p, exact in pairs if p.shape == exact.shape)
     return max((e for e in errors if e >= 0), default=math.nan)
+
+
+# -- tables, whose columns `PrecisionReport` documents
+
+_COLUMNS = 'precision module type format largest headroom error grad underflow flagged'.split()
+_OF_CONSTANTS = 'module line operator constant fp16 bf16 flagged'.split()
+
+
+def table_of(runs: list[Recording], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
+    "Return the table of modules, from the first run of each precision that has no error."
+    first = dict[str, Recording]()
+    for low in runs:
+        if not low.error: first.setdefault(low.kind.name, low)
+    rows = (row for name, low in first.items() for row in _rows(name, low, verdicts[name].flagged))
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _rows(name, low, flagged):
+    limit = torch.finfo(low.kind.dtype).max
+    for m in sorted(low.modules.values(), key=lambda m: m.name == LOSS):         # those of a validation may follow it
+        exact, is_flagged = low.reference.modules.get(m.name, m), m.name in flagged
+        if not (exact.largest or is_flagged): continue           # it computes nothing
+        format, largest = name if m.is_half else 'fp32', exact.largest or m.largest
+        headroom = limit / m.largest_half if m.largest_half else math.inf
+        if m.is_after and m.is_half and not m.failed: headroom = math.nan
+        error, grad = math.inf if m.failed else m.error, exact.grad or math.nan
+        underflow = max(m.n_zeros - exact.n_zeros, 0) / max(exact.n_grads, 1)
+        yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
+
+
+def constants_of(runs: list[Recording], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
+    "Return the table of constants that are lost, in all runs."
+    modules = (m for low in runs for m in low.modules.values())
+    lost: Any = dict.fromkeys((m.name, *constant) for m in modules for constant in m.constants)
+    flagged = {name for v in verdicts.values() for name in v.flagged}
+    rows = [(*constant, *(as_dtype(constant[-1], dtype) for dtype in HALF), constant[0] in flagged)
+            for constant in lost]
+    return pd.DataFrame(rows, columns=_OF_CONSTANTS)

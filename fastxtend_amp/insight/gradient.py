@@ -32,15 +32,15 @@ class GradientDistance:
     "The distance by which a precision moves the mean gradient."
     ratio: float = math.inf                                      # inf if a gradient is finite only in fp32
     n: int = 0                                                   # batches whose gradients are finite in both
-    lost: list[int] = field(default_factory=list)                # batches whose gradients are finite only in fp32
+    lost: list = field(default_factory=list)                     # batches whose gradients are finite only in fp32
     losses: list[float] = field(default_factory=list)            # in fp32
     error: str = ''                                              # why it is unknown
 
 
 def _gradient(model):
     "Return the gradient of all parameters as one vector."
-    def of(p): return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-    return torch.cat([of(p).flatten() for p in model.parameters()])
+    def grad(p): return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+    return torch.cat([grad(p).flatten() for p in model.parameters()])
 
 
 def gradient_distance(
@@ -54,8 +54,8 @@ def gradient_distance(
 
     Raises `ValueError` if fewer than two batches give a gradient or all are equal, and any error of the model.
     """
-    found, start = GradientDistance(), random_state()
-    g = BackwardOnly(_gradient, lambda loss: found.losses.append(float(loss.detach())))
+    distance, start = GradientDistance(), random_state()
+    g = BackwardOnly(_gradient, lambda loss: distance.losses.append(float(loss.detach())))
     h = BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
@@ -72,14 +72,14 @@ def gradient_distance(
                     run_batch(copy, i, batch)
                 if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
                 if not all_finite(h.gradients):
-                    found.lost.append(i)
+                    distance.lost.append(batch)
                     continue
-                found.n += 1
+                distance.n += 1
                 change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
-                mean += change / found.n
-                squares += float(change[0].norm()) ** 2 * (1 - 1 / found.n)
-    if found.lost: return found
+                mean += change / distance.n
+                squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
+    if distance.lost: return distance
     if not squares: raise ValueError('the noise between batches is unknown')
-    noise = math.sqrt(squares / (found.n - 1) / found.n)
-    found.ratio = float(mean[1].norm()) / noise
-    return found
+    noise = math.sqrt(squares / (distance.n - 1) / distance.n)
+    distance.ratio = float(mean[1].norm()) / noise
+    return distance

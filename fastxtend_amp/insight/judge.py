@@ -9,14 +9,17 @@ from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
 from .calls import advised, own_precision
-from .evidence import CLOSE, MARGIN, NO_AUTOCAST, failing, flagged, loss_scales, prediction_error
+from .display import some
+from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
 from .recording import Recording
-from .report import Verdict, named, some
+from .records import named
+from .report_result import Verdict
 from .sample import Sample
 
 _LOWEST_SCALE = 2.**-12 # to recommend
-_SMALL, _LARGE = .25, .5        # distance of the mean gradient; models that trained worse than in fp32 were above .5
+_NEAR = .25             # distance of the mean gradient that modules kept in fp32 should reach
+_FAR = .5               # distance from which models trained worse than in fp32
 _NOT_FINITE = 'the loss or a gradient is not finite'
 
 
@@ -32,6 +35,7 @@ class Judge:
         flag modules that raise an error, overflow or round too much
         keep them in fp32, or lower the loss scale, and run again, until nothing is flagged
         compare the mean gradient of several batches with that in fp32
+        if one is finite only in fp32, begin again with that batch as well
     """
     kind: type[Precision]
     sample: Sample
@@ -43,23 +47,28 @@ class Judge:
         self.learn = self.sample.learn
         self.modules = dict(qualified_names(self.learn.model))
         self.kept = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
-        self.gradients: GradientDistance | None = None           # the first that was measured
+        self.distance: GradientDistance | None = None            # the first that was measured
         self._begin(self.sample)
 
     def _begin(self, sample):
         self.sample, self.keep, self.scale = sample, self.kept, self.first_scale
-        self.reasons = dict[str, str]()                          # by module, in the order found
+        self.reasons = dict[str, str]()                          # by flagged module, in the order of the runs
         self.runs = list[Recording]()
 
     def verdict(self) -> Verdict: # Its `call` is empty if another precision has to be used
         "Search until nothing is flagged, or nothing helps."
         while not self.sample.wrong:
             low = self._run(self.keep)
-            found = failing(low, self.learn.model) if low.error else flagged(low, self.keep)
-            for name, why in found.items(): self.reasons.setdefault(name, why)
-            if found or low.error or low.not_finite:
-                if not self._remedy(low, found): return self._nothing_helps(low)
-            elif said := self._works(low): return said
+            harmed = harm(low, self.keep, self.learn.model)
+            for name, why in harmed.items(): self.reasons.setdefault(name, why)
+            if harmed or low.error or low.not_finite:
+                if self._remedy(low, harmed): continue
+                return self._nothing_helps(low)
+            scales, init_scale = self._scales(low)
+            distance, seen = self._distance(self.keep, init_scale or self.first_scale), self.sample.batches
+            other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
+            if not other: return self._works(low, scales, init_scale, distance.ratio)
+            self._begin(replace(self.sample, batches=[*seen, other[0]]))
         return self._say('not known', self.sample.wrong)
 
     def _run(self, keep):
@@ -67,17 +76,17 @@ class Judge:
         self.runs.append(self.sample.run(self.kind, keep, self.scale))
         return self.runs[-1]
 
-    def _say(self, verdict, reason, **found):
-        return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **found)
+    def _say(self, verdict, reason, **fields):
+        return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **fields)
 
     # -- what has to be in fp32
 
-    def _remedy(self, low, found):
+    def _remedy(self, low, harmed):
         "Keep more modules, or lower the loss scale; return False if there is nothing left to try."
-        is_backward = low.not_finite == 'gradient' and not (found or low.error)
+        is_backward = low.not_finite == 'gradient' and not (harmed or low.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(low): return True
-        new = [*filter(self._can_be_kept, found)]
-        if not new: new = self._tried(low, next(iter(found), None), is_backward)
+        new = [*filter(self._can_be_kept, harmed)]
+        if not new: new = self._tried(low, next(iter(harmed), None), is_backward)
         if new and is_backward: self.scale = self.first_scale    # it was not the scale that failed
         self.keep = [*self.keep, *new]
         return bool(new)
@@ -92,11 +101,12 @@ class Judge:
 
     def _can_be_kept(self, name): return name in self.modules and name != ROOT and not covers(self.keep, name)
 
-    def _candidates(self, low):
-        "Return the modules that can be kept in fp32 in addition, from last to first."
+    def _helping(self, low, helps):
+        "Return few modules that help if they are kept in fp32 as well, and all that could be kept, from last to first."
         around = {n.rpartition('.')[0] for n in low.modules}     # parents of others, which may compute nothing
         computing = [n for n, m in low.modules.items() if m.largest or n not in around]
-        return [*filter(self._can_be_kept, reversed(computing))]
+        tried = [*filter(self._can_be_kept, reversed(computing))]
+        return smallest(tried, lambda names: helps([*self.keep, *names])), tried
 
     def _tried(self, low, name, is_backward):
         """Return modules that help in fp32, where the flagged one cannot be kept there.
@@ -105,10 +115,11 @@ class Judge:
         fp32 that gets rounded values. In a backward pass none is flagged.
         """
         wrong = ('loss', 'gradient') if is_backward else ('loss',)
-        def helps(names):
-            run = self._run([*self.keep, *names])
-            return not run.error and run.not_finite not in wrong and name not in flagged(run, self.keep)
-        if not (names := smallest(self._candidates(low), helps)): return []
+        def helps(keep):
+            run = self._run(keep)
+            return not run.error and run.not_finite not in wrong and name not in harm(run, self.keep, self.learn.model)
+        names, _ = self._helping(low, helps)
+        if not names: return []
         helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
         if name in self.reasons: self.reasons[name] += helped
         else: self.reasons |= dict.fromkeys(names, f'in {self.kind.name} {_NOT_FINITE}{helped}')
@@ -124,36 +135,9 @@ class Judge:
 
     # -- nothing is flagged any more
 
-    def _works(self, low):
-        "Return the verdict; None to judge modules on a batch whose gradient is finite only in fp32 as well."
-        scales, init_scale = self._scales(low)
-        scale = init_scale or self.first_scale
-        distance, judged = self._distance(self.keep, scale), self.sample.batches
-        for i in distance.lost:
-            if all(self.batches[i] is not batch for batch in judged):
-                return self._begin(replace(self.sample, batches=[*judged, self.batches[i]]))
-        verdict, why = self._judged(low, scales)
-        if scales:
-            margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < scales[1] else ''
-            why += f'; loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}'
-        names, moves = self._moved(distance.ratio, low, scale)
-        modules = [n for n in [*self.keep, *names] if n not in self.kept]
-        following = str(advised(self.learn, self.kind, modules, init_scale))
-        if distance.ratio >= _LARGE:
-            verdict = 'gradient differs'
-            if not names: following = f"learn.compare_precision('{self.kind.name}')"
-        return self._say(verdict, why + moves, call=following, modules=modules, scale_range=scales,
-                         init_scale=init_scale, error=prediction_error(low))
-
-    def _judged(self, low, scales):
-        if self.reasons: return 'keep modules in fp32', some(dict.fromkeys(self.reasons.values()), '; ')
-        errors = [m.error for m in low.modules.values() if m.error > 0]
-        why = f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
-        return 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far', why
-
     def _scales(self, low):
         "Return the range of loss scales, by what was computed and tried, and where to start if the first is outside."
-        is_trained = any(m.grad for m in low.fp32.modules.values())      # not in evaluation
+        is_trained = any(m.grad for m in low.reference.modules.values())         # not in evaluation
         if not is_trained or not self.kind.scales_loss or self.sample.is_cut: return None, None
         least, most = loss_scales(low)
         most = self.scale if self.scale < self.first_scale else max(most, self.scale)
@@ -166,23 +150,39 @@ class Judge:
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
         self.before_run()
-        try: found = gradient_distance(self.learn, self.batches, self.kind, keep, scale)
-        except Exception as e: found = GradientDistance(math.nan, error=first_line(e))
-        self.gradients = self.gradients or found
-        return found
+        try: distance = gradient_distance(self.learn, self.batches, self.kind, keep, scale)
+        except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
+        self.distance = self.distance or distance
+        return distance
 
-    def _moved(self, far, low, scale): # `far`: nan if unknown
+    def _works(self, low, scales, init_scale, ratio):
+        errors = [m.error for m in low.modules.values() if m.error > 0]
+        why = f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
+        verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
+        if self.reasons: verdict, why = 'keep modules in fp32', some(dict.fromkeys(self.reasons.values()), '; ')
+        if scales:
+            margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < scales[1] else ''
+            why += f'; loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}'
+        names, moves = self._moved(ratio, low, init_scale or self.first_scale)
+        modules = [n for n in [*self.keep, *names] if n not in self.kept]
+        following = str(advised(self.learn, self.kind, modules, init_scale))
+        if ratio >= _FAR:
+            verdict = 'gradient differs'
+            if not names: following = f"learn.compare_precision('{self.kind.name}')"
+        return self._say(verdict, why + moves, call=following, modules=modules, scale_range=scales,
+                         init_scale=init_scale, error=prediction_error(low))
+
+    def _moved(self, ratio, low, scale): # `ratio`: nan if unknown
         "Return the modules that bring a mean gradient near to that in fp32, and how far it is, for the reason."
-        if math.isnan(far): return [], ''
-        moves = f'; rounding shifts the mean gradient by {far:.2g} standard errors ({_LARGE} or more may matter)'
-        if far < _LARGE: return [], moves
-        if far == math.inf: moves = '; gradients of some batches are finite only in fp32'
-        tried = self._candidates(low)
-        names = smallest(tried, lambda names: self._distance([*self.keep, *names], scale).ratio < _SMALL)
+        if math.isnan(ratio): return [], ''
+        moves = f'; rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or more may matter)'
+        if ratio < _FAR: return [], moves
+        if ratio == math.inf: moves = '; gradients of some batches are finite only in fp32'
+        names, tried = self._helping(low, lambda keep: self._distance(keep, scale).ratio < _NEAR)
         helps = some(map(named, names)) or 'no module that was tried'
         if len(names) > 1 and names == tried: names, helps = [], 'only all modules'
         self.reasons |= dict.fromkeys(names, '')
-        return names, (f'{moves}; with {helps} in fp32, it is below {_SMALL}. This is a warning sign, not a proof: '
+        return names, (f'{moves}; with {helps} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: '
                        'some such models train as well as in fp32')
 
 

@@ -14,14 +14,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat import in_function_transform, unwatched
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .records import Frame, ModuleRecord
-from .operators import Operation, in_function_transform, unwatched
+from .records import BACKWARD, LOSS, Frame, ModuleRecord, Operation
 from .values import all_finite, is_plain, readable
-
-LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
-BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
 
 
 class Recording(TorchDispatchMode):
@@ -33,11 +30,11 @@ class Recording(TorchDispatchMode):
 
     def __init__(self,
         kind: type[Precision] = Precision,
-        fp32: Recording | None = None, # In a lower precision: the recording in fp32
+        reference: Recording | None = None, # In a lower precision: the recording in fp32
     ):
         super().__init__()
         self.kind = kind
-        self.fp32: Any = fp32
+        self.reference: Any = reference
         # The modules, in the order in which their last calls finish, and the loss function.
         self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
@@ -65,10 +62,10 @@ class Recording(TorchDispatchMode):
         if in_function_transform():
             self.unread[self.frames[-1].record.name] = None
             return func(*args, **(kwargs or {}))
-        call = Operation(func, args, kwargs or {})
-        out = self.frames[-1].run(call)
-        if call.op.writes and not call.op.makes_nothing:         # exact for the callers, as outputs of modules inside
-            for caller in self.frames[:-1]: caller.twins.forget(out)
+        operation = Operation(func, args, kwargs or {})
+        out = self.frames[-1].run(operation)
+        if operation.traits.writes and not operation.traits.makes_nothing:
+            for caller in self.frames[:-1]: caller.twins.forget(out)             # for them it counts as exact
         return out
 
     # -- the forward pass
@@ -83,8 +80,8 @@ class Recording(TorchDispatchMode):
 
     def _push(self, name, class_name):
         new = ModuleRecord(name, class_name)
-        fp32 = self.fp32.modules.get(name, new) if self.fp32 else new
-        self.frames.append(Frame(self.modules.setdefault(name, new), self.kind, fp32))
+        reference = self.reference.modules.get(name, new) if self.reference else new
+        self.frames.append(Frame(self.modules.setdefault(name, new), self.kind, reference))
 
     def _leave(self, module, args, output):
         with unwatched():

@@ -1,163 +1,203 @@
-"The result of `Learner.precision_report`: verdicts, tables, notes and plot; and how messages name modules."
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+"`Learner.precision_report`: whether a model trains in low precision, which modules do not, and what to do."
+import re, time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
 
-import pandas as pd
 import torch
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastcore.basics import patch
+from fastcore.foundation import L
 
-from ..precisions.fp16 import FP16
-from ..precisions.matching import ROOT
-from ..tensors import HALF
-from .display import Shown
-from .recording import BACKWARD, LOSS, Recording
-from .values import rounded
+from ..devices.cuda_rules import cuda_rules
+from ..learners import training_device
+from ..messages import check_argument, check_integer
+from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native, find_precision
+from ..tensors import map_tensors
+from .calls import advised, own_precision
+from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
+from .display import progress_bar, some
+from .evidence import constants_of, not_fp32, table_of
+from .gradient import N_BATCHES
+from .judge import Judge, NotKnown
+from .random_states import random_state_kept
+from .records import named
+from .report_result import PrecisionReport, Verdict
+from .sample import Sample
+from .values import largest_value, n_items, readable, tensors
 
-MANY = 4                # modules or reasons that a sentence names; it counts the others
+EMULATED_WORK = 5e9    # in fp32, about a second; the same work may take a minute in an emulated precision
+# In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
+_NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
+_LARGE_INPUT = 1e3     # a note names larger ones if a module is flagged
+_DETERMINISTIC = 1e-3  # relative difference of two losses; that of most models on a GPU is smaller
+
+
+@patch
+def precision_report(self: Learner,
+    precisions: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
+    n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
+    dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
+    max_seconds: float = 60., # Time limit; precisions without a verdict by then get 'not known'
+    device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
+) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
+    """Report whether the model trains in low precision, and which modules have to stay in fp32.
+
+    Runs a few batches through copies of the learner, in fp32 and in each precision, and compares every module. A module
+    is flagged if it fails, overflows, comes within a factor of 4 of the maximum, or has an error above 10%. Flagged
+    modules are kept in fp32 and the batches are re-run until nothing is flagged; then the mean gradient is compared
+    with fp32.
+
+    The verdict holds for these batches and weights: call it again after some training. `device='cuda'` applies CUDA's
+    autocast rules on a CPU; the kernels are those of the CPU. A compiled model runs uncompiled. The learner is not
+    modified. In distributed runs each process makes its own report.
+
+    Raises:
+
+    - `ValueError` if `precisions` has another precision, or another argument is out of range
+    - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if the learner cannot be copied
+    - `ValueError` if there is no batch
+    - `RuntimeError` if it is called inside a fit
+    - any error of the model in fp32
+    """
+    kinds = [*map(find_precision, L(precisions))]
+    if not kinds or any(not kind.dtype for kind in kinds):
+        raise ValueError(f"precisions={precisions!r} cannot be used: pass 'bf16', 'fp16', 'fp8', or a list of these.")
+    check_above_0(max_seconds=max_seconds)
+    check_integer(1, n_batches=n_batches)
+    check_argument('dl', dl, lambda dl: dl is None or hasattr(dl, '__iter__'), 'a DataLoader or another iterable')
+    own = training_device(self).type
+    wanted = own if device is None else str(device).partition(':')[0]
+    simulated = own != wanted
+    if simulated and (own, wanted) != ('cpu', 'cuda'):
+        raise ValueError(f'device={device!r} cannot be used: the model trains on {own}.\nLeave it out to report on '
+                         "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
+    check_learner(self, 'precision_report', dl)
+    dl, until = self.dls.train if dl is None else dl, time.monotonic() + max_seconds
+    with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as show:
+        with random_state_kept():                                # the runs start from the state before the drawing
+            drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+        if not drawn: raise no_batch('precision_report', dl)     # of a loader that gives its batches once
+
+        def before_run(name):
+            show(name)
+            if time.monotonic() > until:
+                raise NotKnown(f'the time limit was reached, `max_seconds={max_seconds:g}`',
+                               f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g})")
+        return _Work(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(kinds)
 
 
 @dataclass
-class Verdict:
-    """The effect of one precision on a model, and what to do.
+class _Work:
+    "The work behind one report."
+    learn: Learner
+    drawn: list # Batches for gradients
+    whole: Sample # The first of them, for modules
+    simulated: bool # Whether a CPU follows CUDA's autocast rules
+    before_run: Callable # Called with the name of a precision
 
-    | `verdict` | meaning |
-    |---|---|
-    | 'safe so far' | nothing was flagged on these batches with the current weights |
-    | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
-    | 'keep modules in fp32' | some modules fail, overflow or nearly do so, or have an error above 10% |
-    | 'gradient differs' | the mean gradient is far from that in fp32: a warning sign, not a proof |
-    | 'do not use' | nothing that was tried helps |
-    | 'cannot run' | the device has no kernel for it, or the model does not allow it |
-    | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
-    """
-    precision: str # Its name, such as 'bf16'
-    verdict: str # One of the above
-    reason: str # What was found
-    call: str = '' # The next call to make; empty if there is none
-    modules: list[str] = field(default_factory=list) # Modules to keep in fp32
-    scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
-    flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
-    init_scale: float | None = None # Loss scale to start from, if the default does not suit
-    error: float = math.nan # Relative difference of predictions from those in fp32
+    def report(self, kinds: list[type[Precision]]) -> PrecisionReport:
+        "Return the report on these precisions."
+        self.device, self.judges = training_device(self.learn), dict[str, Judge]()
+        self.emulated = [kind.name for kind in kinds if kind.support(self.device).status == 'emulated']
+        self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
+        if not self.whole.wrong: self._call_another()
+        for name in () if self.simulated else self.emulated:
+            verdict = self.verdicts[name]
+            verdict.is_emulated = f'.to_{name}(' in verdict.call
+        runs = [low for judge in self.judges.values() for low in judge.runs]
+        table, constants = table_of(runs, self.verdicts), constants_of(runs, self.verdicts)
+        return PrecisionReport(table, self.verdicts, [*self._notes()], constants)
 
-    def __str__(self):
-        following = f' Next: `{self.call}`' if self.call else ''
-        return f'{self.precision}: {self.verdict}.{following}\n    {self.reason}'
+    @cached_property
+    def cut(self) -> Sample: # The whole one where that is little work, and where the model needs whole batches
+        "The first items of each batch, for emulated precisions."
+        batches, work = self.whole.batches, sum(m.work for m in self.whole.reference.modules.values())
+        n = n_items(batches[0])
+        few = max(2, int(n * EMULATED_WORK / max(work, 1)))      # batch normalization needs two
+        if few >= n: return self.whole
+        with suppress(Exception):
+            batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (n,) else t, batches)
+            if not (sample := Sample(self.learn, batches, is_cut=True)).wrong: return sample
+        return self.whole
 
+    def _verdict(self, kind):
+        if self.whole.wrong: return Verdict(kind.name, 'not known', self.whole.wrong)
+        status, why = kind.support(self.device)
+        if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
+        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).precision.first_scale
+        sample = self.cut if status == 'emulated' else self.whole
+        batches = () if sample.is_cut else self.drawn[:N_BATCHES]        # gradients of few items say little
+        before_run = partial(self.before_run, kind.name)
+        judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, before_run)
+        try: verdict = judge.verdict()
+        except NotKnown as e: return Verdict(kind.name, 'not known', *e.args)
+        lacking = next((low for low in judge.runs if self.simulated and _NO_KERNEL.search(low.error)), None)
+        if not lacking: return verdict
+        return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
+                       f'which CUDA may have: {lacking.error}')
 
-@dataclass(repr=False, eq=False)
-class PrecisionReport(Shown):
-    """The result of `Learner.precision_report`.
+    def _call_another(self):
+        "Give verdicts without a call that of the fastest precision that works."
+        failed = [name for name, v in self.verdicts.items() if not v.call]
+        left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
+        other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
+        call = self.verdicts[other.name].call if other.name in self.verdicts else str(advised(self.learn, other))
+        for name in failed: self.verdicts[name].call = call
 
-    `table` has one row per precision and module, in execution order. Only your own `fp32_modules`, and modules that
-    raise an error in 16 bits, were in fp32.
+    # -- notes
 
-    | column of `table` | meaning |
-    |---|---|
-    | `precision`, `module`, `type`, `flagged` | '(model)' is the model's own `forward` |
-    | `format` | the precision, or 'fp32' if no result is 16-bit |
-    | `largest` | largest absolute value that the module computes, in fp32 |
-    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input |
-    | `error` | relative error of the module's own arithmetic, on the inputs it got |
-    | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling |
-    | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 |
+    def _notes(self):
+        "Say what else was seen, and what was looked at."
+        reference, judges = self.whole.reference, self.judges.items()
+        distances = {name: judge.distance for name, judge in judges if judge.distance}
+        inputs = (t for batch in self.whole.batches for t in readable(tensors(batch)[:-1]))
+        largest = max(map(largest_value, inputs), default=0.)
+        if largest > _LARGE_INPUT and any(v.flagged for v in self.verdicts.values()):
+            yield f'The inputs reach {largest:,.3g}. Normalize them first.'
+        yield from self._digits()
+        if (own := not_fp32(reference)) and not self.whole.wrong: yield f'The reference is not fp32: {own}.'
+        if reference.unread:
+            yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
+                   f'{some(map(named, reference.unread))}.')
+        for name, judge in judges:
+            if all(low.error for low in judge.runs): continue    # it cannot run
+            if not (layers := advised(self.learn, judge.kind).precision.rounding(self.learn.model)): continue
+            names = some(map(named, layers))
+            yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
+        yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
+        for name, distance in distances.items():
+            if not (n := len(distance.lost)): continue
+            yield (f'{name}: the gradients of {distance.n} of {distance.n + n} batches were finite at first; '
+                   'modules were judged on one of the other batches as well.')
+        losses = next((distance.losses[:1] for distance in distances.values()), [])
+        for loss, again in zip(reference.losses, losses):
+            if abs(loss - again) > _DETERMINISTIC * abs(loss):
+                yield (f'The model is not deterministic: two runs of one batch in fp32 have losses of {loss:.4g} and '
+                       f'{again:.4g}. All figures here include such differences.')
+        if self.simulated:
+            yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
+                   'differently or be missing.')
+        errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]
+        if errors: yield f'Not all gradients were compared with fp32: {errors[-1]}.'
+        yield from note_of_left_out(self.learn)
 
-    Columns of `constants`: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`,
-    `flagged`.
+    def _digits(self):
+        "Say how far predictions are from those in fp32."
+        errors = {v.precision: v.error for v in self.verdicts.values() if v.error >= 0}
+        nearest = f'; {min(errors, key=errors.get)} is nearer' if len({*errors.values()}) > 1 else ''
+        by = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())
+        if errors: yield f'Predictions differ from those in fp32 by {by}{nearest}.'
 
-    `largest` ignores likely attention masks: outlying large negative values, and tensors of one or two distinct values.
-    """
-    table: pd.DataFrame # One row per precision and module
-    verdicts: dict[str, Verdict] # By precision
-    notes: list[str] # What was looked at, what was left out, and causes besides modules
-    constants: pd.DataFrame # Numbers in the code that become 0, 1, -1 or infinity in 16 bits
-
-    @property
-    def fp32_modules(self) -> list[str]:
-        "All modules that the verdicts keep in fp32, for `learn.to_amp(fp32_modules=...)`."
-        return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
-
-    def plot(self): # The matplotlib axes
-        """Plot the largest value in each module against the range of fp16.
-
-        Flagged modules are red, those in fp32 hollow. Only flagged modules and those with the largest values are drawn,
-        30 at most, in execution order.
-        """
-        import matplotlib.pyplot as plt
-        modules = self.table.groupby('module', sort=False)[['largest', 'flagged']].max().reset_index()
-        rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
-        _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
-        colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
-        is_fp32 = self.table['format'] == 'fp32'
-        in_fp32 = is_fp32.groupby(self.table['module']).all()[rows['module']]
-        fill = colors.where(~in_fp32.values, 'none')
-        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=fill)
-        if 'fp16' in self.verdicts:
-            ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
-            ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
-            ax.figure.legend(loc='outside lower center')
-        ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
-        ax.invert_yaxis()
-        titles = [f'{v.precision}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
-        ax.figure.suptitle('\n'.join(titles), wrap=True)
-        return ax
-
-    def _parts(self):
-        yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
-        for name, table in self.table.groupby('precision', sort=False):
-            if self.verdicts[name].verdict.startswith('safe'): continue              # see `table`
-            rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
-            yield f'{name}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
-            yield rows.drop(columns=['precision', 'grad', 'underflow']).set_index('module').rename_axis(None)
-
-
-# -- its tables
-
-Flagged = set[tuple[str, str]]                                   # precisions and modules
-_COLUMNS = 'precision module type format largest headroom error grad underflow flagged'.split()
-_OF_CONSTANTS = 'module line operator constant fp16 bf16 flagged'.split()
-
-
-def table_of(runs: list[Recording], flagged: Flagged) -> pd.DataFrame:
-    "Return the table of modules, from the first run of each precision that has no error."
-    first = dict[str, Recording]()
-    for low in runs:
-        if not low.error: first.setdefault(low.kind.name, low)
-    return pd.DataFrame((row for low in first.values() for row in _rows(low, flagged)), columns=_COLUMNS)
-
-
-def _rows(low, flagged):
-    name, limit = low.kind.name, torch.finfo(low.kind.dtype).max
-    for m in sorted(low.modules.values(), key=lambda m: m.name == LOSS):         # those of a validation may follow it
-        fp32, is_flagged = low.fp32.modules.get(m.name, m), (name, m.name) in flagged
-        if not (fp32.largest or is_flagged): continue            # it computes nothing
-        format, largest = name if m.is_half else 'fp32', fp32.largest or m.largest
-        headroom = limit / m.largest_half if m.largest_half else math.inf
-        if m.is_after and m.is_half and not m.failed: headroom = math.nan
-        error, grad = math.inf if m.failed else m.error, fp32.grad or math.nan
-        underflow = max(m.n_zeros - fp32.n_zeros, 0) / max(fp32.n_grads, 1)
-        yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
-
-
-def constants_of(runs: list[Recording], flagged: Flagged) -> pd.DataFrame:
-    "Return the table of constants that are lost, in all runs."
-    modules = (m for low in runs for m in low.modules.values())
-    found = dict.fromkeys((m.name, *constant) for m in modules for constant in m.constants)
-    blamed = {name for _, name in flagged}
-    rows = [(name, line, operator, x, *(rounded(x, dtype) for dtype in HALF), name in blamed)
-            for name, line, operator, x in found]
-    return pd.DataFrame(rows, columns=_OF_CONSTANTS)
-
-
-# -- names in messages
-
-def named(name: str) -> str:
-    "Return the name of a module, or of what else failed, for a message."
-    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
-    return name if name.startswith('callback `') else own.get(name, f"'{name}'")
-
-
-def some(words: Iterable[str], between: str = ', ') -> str:
-    "Return the first words, and how many more there are."
-    words = [*words]
-    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')
+    def _looked_at(self, n_gradients):
+        n, whole = len(self.whole.batches), n_items(self.drawn[0])
+        batches = '1 batch' if n == 1 else f'{n:,} batches'
+        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {whole:,} samples each. '
+               'Other batches (`n_batches`) and later weights may flag other modules.')
+        if self.whole.wrong or not self.emulated or not self.cut.is_cut: return
+        yield (f'To save time, looked at {n_items(self.cut.batches[0]):,} of these samples and at no gradients in '
+               f'{" and ".join(self.emulated)}, which this device emulates.')

@@ -16,6 +16,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.nn import functional as F
 
+from ..compat import unwatched
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..messages import first_line
 from ..precisions import Precision, find_precision
@@ -25,10 +26,10 @@ from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
 from .calls import Call, like_own
 from .copies import begin_fit, copied_learner, run_batch
-from .evidence import wrong_in_fp32
-from .operators import unwatched
+from .evidence import wrong_in_reference
 from .random_states import RandomState, set_random_state
-from .recording import LOSS, Recording
+from .recording import Recording
+from .records import LOSS
 from .values import has_finite_results, readable
 
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
@@ -43,9 +44,9 @@ class Sample:
     is_cut: bool = False # Whether they have only the first of their items
 
     def __post_init__(self):
-        self.fp32: Any = None                                    # this run is the reference
-        self.fp32 = self.run()
-        self.wrong = wrong_in_fp32(self.fp32, self.batches)      # '' if nothing is
+        self.reference: Any = None                               # so the first run has none, and becomes it
+        self.reference = self.run()
+        self.wrong = wrong_in_reference(self.reference, self.batches)            # '' if nothing is
 
     def run(self,
         kind: type[Precision] = Precision,
@@ -57,26 +58,27 @@ class Sample:
         Then they run as in validation, unless that fails in fp32 as well: first without hooks, with which some modules
         of PyTorch use other kernels, and again with them if the results are finite only in fp32.
         """
-        fp32, batches, in_batch = self.fp32, self.batches, self.state is not None
-        found, where, run_one = Recording(kind, fp32), '', run_again if in_batch else run_batch
+        reference, batches, in_batch = self.reference, self.batches, self.state is not None
+        recording, where, run_one = Recording(kind, reference), '', run_again if in_batch else run_batch
         try:
             with running_copy(self.learn, kind, keep, scale, in_batch) as copy:
-                reader = BackwardOnly(found.record_gradients, found.record_loss)
+                reader = BackwardOnly(recording.record_gradients, recording.record_loss)
                 set_random_state(self.state or [])
                 for i, batch in enumerate(batches):
-                    with found.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
-                if in_batch or (fp32 and fp32.error): return found
-                where, found.failed_in = ' (in validation)', ROOT
-                found.validates = _validates(copy, batches, found.predictions)
-                if fp32 and fp32.validates and not found.validates:
-                    found.not_finite = 'loss'
-                    with found.of_batch(copy.model): _validates(copy, batches, [])
+                    with recording.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
+                if in_batch or (reference and reference.error): return recording
+                where, recording.failed_in = ' (in validation)', ROOT
+                recording.validates = _validates(copy, batches, recording.predictions)
+                if reference and reference.validates and not recording.validates:
+                    recording.not_finite = 'loss'
+                    with recording.of_batch(copy.model): _validates(copy, batches, [])
         except torch.OutOfMemoryError: raise
         except Exception as e:
             if kind is Precision and not where: raise
-            found.error = first_line(e) + where
-            if found.failed_in == LOSS and (cb := _IN_CALLBACK.search(str(e))): found.failed_in = f'callback `{cb[1]}`'
-        return found
+            recording.error = first_line(e) + where
+            callback = _IN_CALLBACK.search(str(e))
+            if callback and recording.failed_in == LOSS: recording.failed_in = f'callback `{callback[1]}`'
+        return recording
 
 
 def run_again(copy: Learner, i: int, batch: Any) -> None:
@@ -109,10 +111,10 @@ def running_copy(
     with (copied_learner(learn, Call(like_own(learn, of_dtype, keep, scale))) as copy,
           torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION)):
         modules = dict(qualified_names(copy.model))
-        for name, rounded in own.rounding(copy.model).items(): round_as(rounded, modules[name])
-        copy.create_opt()                                        # callbacks may read it,
-        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # and this one, in fp32 as well
-        if in_batch:                                             # callbacks have already prepared it
+        for name, rounding in own.rounding(copy.model).items(): round_as(rounding, modules[name])
+        copy.create_opt()                                        # callbacks may read it
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
+        if in_batch:                                             # callbacks have already prepared the batch
             for cb in copy.cbs:
                 if not isinstance(cb, MixedPrecision): cb.before_batch = noop
         else: begin_fit(copy, 1)
@@ -149,22 +151,22 @@ class BackwardOnly(Callback):
 # -- the rounding of a precision on a device without it
 
 def round_as(
-    rounded: Rounding,
+    rounding: Rounding,
     layer: nn.Module, # A linear layer of a copy
 ) -> None:
     "Make a layer round its input, its weight and the gradient of its output, in autocast."
-    vars(layer)['forward'] = partial(_linear, rounded, layer)
+    vars(layer)['forward'] = partial(_linear, rounding, layer)
 
 
-def _linear(rounded, layer, x):
+def _linear(rounding, layer, x):
     x = x.to(torch.get_autocast_dtype(x.device.type))
-    out = F.linear(_rounded_copy(rounded, x), _rounded_copy(rounded, layer.weight))
-    if out.requires_grad: out.register_hook(partial(_rounded_copy, rounded, is_gradient=True))
+    out = F.linear(_rounded_copy(rounding, x), _rounded_copy(rounding, layer.weight))
+    if out.requires_grad: out.register_hook(partial(_rounded_copy, rounding, is_gradient=True))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-def _rounded_copy(rounded, t, is_gradient=False):
+def _rounded_copy(rounding, t, is_gradient=False):
     "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
     copy = t.clone()
-    with unwatched(), torch.no_grad(): copy.copy_(rounded(t, is_gradient))
+    with unwatched(), torch.no_grad(): copy.copy_(rounding(t, is_gradient))
     return copy

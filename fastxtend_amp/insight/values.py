@@ -1,4 +1,4 @@
-"Tensors in nested predictions and inputs, and their values: what can be read, sizes, errors, NaN and inf."
+"Tensors in nested predictions and inputs, and their values: what can be read, sizes, errors, NaN, inf and fp32 twins."
 import math
 
 import torch
@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..compat import tree_leaves
-from ..tensors import HALF
+from ..tensors import HALF, half_to_float
 
 _MASK_FROM = 1e3        # absolute value from which negative values may be an attention mask
-_MASK_GAP = 64          # factor by which all other values are smaller then
+_MASK_GAP = 64          # least factor between a mask and all other values
 
 
 # -- tensors
@@ -97,8 +97,8 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 
 # -- rounding
 
-def rounded(number: float, dtype: torch.dtype) -> float:
-    "Return `number` in a dtype."
+def as_dtype(number: float, dtype: torch.dtype) -> float:
+    "Return `number` rounded to a dtype."
     return float(torch.tensor(float(number)).to(dtype))
 
 
@@ -111,3 +111,28 @@ def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
     t = t.unique()
     first = (t.to(dtype).diff() == 0).nonzero()[:1]
     return torch.cat([t[first], t[first + 1]]).flatten().tolist()
+
+
+class Twins(dict):
+    "Maps the address of a tensor to the tensor and an fp32 copy of its storage. Views share both."
+    def of(self, t):
+        "Return the twin of `t`; None if `t` is exact."
+        _, memory = self.get(address(t), (t, None))
+        return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
+
+    def exact(self, t):
+        "Return the twin of `t`, or an exact `t` in fp32."
+        twin = self.of(t)
+        return half_to_float(t) if twin is None else twin
+
+    def keep(self, t, exact):
+        "Keep `exact` as the twin of `t`, unless `t` has no address."
+        if not address(t) or t.shape != exact.shape: return
+        if self.of(t) is None:                                   # of all that shares this memory
+            memory = t.new_empty(0).set_(t.untyped_storage())
+            self[address(t)] = t, memory.to(exact.dtype, copy=True)
+        self.of(t).copy_(exact)
+
+    def forget(self, x):
+        "Drop the twins of all tensors in `x`, which was overwritten."
+        for t in readable(x): self.pop(address(t), None)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
 
-from fastxtend_amp.insight import make_report as room
+from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.values import relative_error
-from fastxtend_amp.insight.report import PrecisionReport
+from fastxtend_amp.insight.report_result import PrecisionReport
 from fastxtend_amp.precisions import BF16
 from helpers import At, Attentive, Data, dataset, finite, learner, loaders, mlp, set_support
 from models import inner, large, layers, report_on, trained
@@ -129,7 +129,10 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
         assert str(report.verdicts['bf16']).startswith('bf16: safe so far. Next: `learn.to_bf16()`\n')
         assert 'rounding' in report.verdicts['bf16'].reason
     reason = report.verdicts['fp16'].reason
-    assert 'rounding' not in reason and 'loss scales' not in reason and 'train where fp16 is native' in reason
+    assert 'rounding' not in reason and 'loss scales' not in reason
+    assert 'Next, where fp16 is native (this device emulates it, usually more slowly than fp32): `learn.to_fp16' in str(
+        report.verdicts['fp16']
+    )
 
 
 # -- what is evidence

@@ -1,0 +1,106 @@
+"The result of `Learner.precision_report`: verdicts, tables, notes and a plot."
+import math
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from ..precisions.fp16 import FP16
+from .display import Shown, some
+
+
+@dataclass
+class Verdict:
+    """The effect of one precision on a model, and what to do.
+
+    | `verdict` | meaning |
+    |---|---|
+    | 'safe so far' | nothing was flagged on these batches with the current weights |
+    | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
+    | 'keep modules in fp32' | some modules fail, overflow or nearly do so, or have an error above 10% |
+    | 'gradient differs' | the mean gradient is far from that in fp32: a warning sign, not a proof |
+    | 'do not use' | nothing that was tried helps |
+    | 'cannot run' | the device has no kernel for it, or the model does not allow it |
+    | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
+    """
+    precision: str # Its name, such as 'bf16'
+    verdict: str # One of the above
+    reason: str # What was found
+    call: str = '' # The next call to make; empty if there is none
+    modules: list[str] = field(default_factory=list) # Modules to keep in fp32
+    scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
+    flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
+    init_scale: float | None = None # Loss scale to start from, if the default does not suit
+    error: float = math.nan # Relative difference of predictions from those in fp32
+    is_emulated: bool = False # Whether this device emulates the precision of `call`, usually more slowly than fp32
+
+    def __str__(self):
+        name, following = self.precision, f': `{self.call}`'
+        if self.is_emulated:
+            following = f', where {name} is native (this device emulates it, usually more slowly than fp32){following}'
+        return f'{name}: {self.verdict}.' + (f' Next{following}' if self.call else '') + f'\n    {self.reason}'
+
+
+@dataclass(repr=False, eq=False)
+class PrecisionReport(Shown):
+    """The result of `Learner.precision_report`.
+
+    `table` has one row per precision and module, in execution order. Only your own `fp32_modules`, and modules that
+    raise an error in 16 bits, were in fp32.
+
+    | column of `table` | meaning |
+    |---|---|
+    | `precision`, `module`, `type`, `flagged` | '(model)' is the model's own `forward` |
+    | `format` | the precision, or 'fp32' if no result is 16-bit |
+    | `largest` | largest absolute value that the module computes, in fp32 |
+    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input |
+    | `error` | relative error of the module's own arithmetic, on the inputs it got |
+    | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling |
+    | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 |
+
+    Columns of `constants`: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`,
+    `flagged`.
+
+    `largest` ignores likely attention masks: outlying large negative values, and tensors of one or two distinct values.
+    """
+    table: pd.DataFrame # One row per precision and module
+    verdicts: dict[str, Verdict] # By precision
+    notes: list[str] # What was looked at, what was left out, and causes besides modules
+    constants: pd.DataFrame # Numbers in the code that become 0, 1, -1 or infinity in 16 bits
+
+    @property
+    def fp32_modules(self) -> list[str]:
+        "All modules that the verdicts keep in fp32, for `learn.to_amp(fp32_modules=...)`."
+        return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
+
+    def plot(self): # The matplotlib axes
+        """Plot the largest value in each module against the range of fp16.
+
+        Flagged modules are red, those in fp32 hollow. Only flagged modules and those with the largest values are drawn,
+        30 at most, in execution order.
+        """
+        import matplotlib.pyplot as plt
+        modules = self.table.groupby('module', sort=False)[['largest', 'flagged']].max().reset_index()
+        rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
+        _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
+        colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
+        is_fp32 = self.table['format'] == 'fp32'
+        in_fp32 = is_fp32.groupby(self.table['module']).all()[rows['module']]
+        fill = colors.where(~in_fp32.values, 'none')
+        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=fill)
+        if 'fp16' in self.verdicts:
+            ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
+            ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
+            ax.figure.legend(loc='outside lower center')
+        ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
+        ax.invert_yaxis()
+        titles = [f'{v.precision}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
+        ax.figure.suptitle('\n'.join(titles), wrap=True)
+        return ax
+
+    def _parts(self):
+        yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
+        for name, table in self.table.groupby('precision', sort=False):
+            if self.verdicts[name].verdict.startswith('safe'): continue              # see `table`
+            rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
+            yield f'{name}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
+            yield rows.drop(columns=['precision', 'grad', 'underflow']).set_index('module').rename_axis(None)
