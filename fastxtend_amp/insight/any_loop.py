@@ -20,6 +20,10 @@ from .report_result import PrecisionReport
 # What a verdict says instead of the calls of a learner.
 _CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': 'precision_report(..., precisions=',
           r'learn\.compare_precision.*': '', r'learn\.model': 'model'}
+_DICTS = ("Without `loss_func` each has to be a dict of the model's arguments.\nFor tuples of inputs and a target, "
+          'pass `loss_func`.')
+_TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a target.\nFor dicts, leave `loss_func` '
+           'out: the model returns the loss.')
 
 
 def precision_report(
@@ -46,8 +50,12 @@ def precision_report(
     if isinstance(loss_func, type):
         raise TypeError(f'loss_func={loss_func.__name__} cannot be used: pass an object, `{loss_func.__name__}()`.')
     by_name = loss_func is None
-    if not all(isinstance(b, Mapping if by_name else (tuple, list)) for b in drawn):
-        raise TypeError('batches must be tuples of inputs and a target if `loss_func` is given, otherwise dicts.')
+    allowed = _DICTS if by_name else _TUPLES
+    for i, batch in enumerate(drawn):
+        is_sequence = isinstance(batch, (tuple, list))
+        if isinstance(batch, Mapping) if by_name else is_sequence and len(batch) > 1: continue
+        size = f' of {len(batch)}' if is_sequence else ''
+        raise TypeError(f'batches: batch {i} is a {type(batch).__name__}{size}. {allowed}')
     if by_name: loss_func, drawn = _loss, [(dict(b), ()) for b in drawn]
     else: drawn = [*map(tuple, drawn)]                           # named tuples as well
     drawn = map_tensors(half_to_float, drawn)

@@ -45,10 +45,11 @@ def wrong_in_reference(reference: Recording, batches: object) -> str:
 
 
 def not_fp32(reference: Recording) -> str:
-    "Describe products in 16 bits in the fp32 run; '' if there are none."
-    own = [f'{named(n)} ({m.half_line})' for n, m in reference.modules.items() if m.half_line]
-    verb = 'multiplies' if len(own) == 1 else 'multiply'
-    return f'{some(own)} {verb} in 16 bits, by an autocast or a cast in the model' if own else ''
+    "Describe what multiplies in 16 bits in the fp32 run, or computes in 16 bits if that fails; '' for nothing."
+    own = [named(n) + (f' ({m.half_line})' if m.half_line else '') for n, m in reference.modules.items()
+           if m.half_line or (m.is_half and reference.not_finite)]
+    verb = 'computes' if len(own) == 1 else 'compute'
+    return f'{some(own)} {verb} in 16 bits, by an autocast or a cast in the code' if own else ''
 
 
 def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
@@ -108,6 +109,12 @@ def _failing(low, model):
     modules = dict(qualified_names(model))
     alike = [n for n, m in modules.items() if type(m) is type(modules.get(name))]
     return dict.fromkeys(alike or [name], why)
+
+
+def equal_numbers(low: Recording) -> str: # "257 and 258 in 'gate'"
+    "Describe whole numbers that become equal in modules; '' if none do."
+    pairs = ((n, m.merged_inside) for n, m in low.modules.items() if m.merged_inside)
+    return some(f'{a:.9g} and {b:.9g} in {named(n)}' for n, (a, b) in pairs)
 
 
 def loss_scales(low: Recording) -> tuple[float, float]:

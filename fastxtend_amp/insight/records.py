@@ -48,6 +48,7 @@ class ModuleRecord:
     failed = False                                               # whether NaN or inf first appears in it
     error = math.nan                                             # of its own arithmetic, relative; the largest
     merged: Sequence[float] = ()                                 # two whole numbers that leave it as one
+    merged_inside: Sequence[float] = ()                          # two that become one in it
     # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
     grad = 0.                                                    # largest absolute, of its outputs and own parameters
@@ -185,6 +186,7 @@ class Frame:
         if operation.traits.name in _CASTS:
             numbers += [merged(t, out.dtype) for t in tensors(operation.args) if is_plain(t)]
         if pair := next(filter(None, numbers), None):
+            self.record.merged_inside = pair
             for o in readable(out): self.merged[address(o)] = pair, o
 
     def _merged_in(self, t): return self.merged.get(address(t), [()])[0]

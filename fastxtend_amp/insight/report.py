@@ -20,7 +20,7 @@ from ..tensors import map_tensors
 from .calls import advised, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
-from .evidence import constants_of, not_fp32, table_of
+from .evidence import constants_of, equal_numbers, not_fp32, table_of
 from .gradient import N_BATCHES
 from .judge import Judge, NotKnown
 from .random_states import random_state_kept
@@ -160,6 +160,9 @@ class _Work:
         if largest > _LARGE_INPUT and any(v.flagged for v in self.verdicts.values()):
             yield f'The inputs reach {largest:,.3g}. Normalize them first.'
         yield from self._digits()
+        for name, judge in judges:
+            if self.verdicts[name].verdict.startswith('safe') and (equal := equal_numbers(judge.runs[-1])):
+                yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
         if (own := not_fp32(reference)) and not self.whole.wrong: yield f'The reference is not fp32: {own}.'
         if reference.unread:
             yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
