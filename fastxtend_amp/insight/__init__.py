@@ -15,12 +15,10 @@ from ..training import methods as _core
 from ..training.callback import WATCHERS
 from . import report                                             # adds `Learner.precision_report`
 from .any_loop import precision_report
-from .compare import measure_and_choose
-from .comparison import PrecisionComparison
+from .compare import PrecisionComparison, measure_and_choose
 from .diagnosis import fixed_evaluation
-from .notes import ErrorNote, UnusedModules
 from .report_result import PrecisionReport
-from .watch import Watch
+from .watch import ErrorNote, UnusedModules, Watch
 
 _core.measure_and_choose = measure_and_choose
 WATCHERS += [Watch, fixed_evaluation, UnusedModules, ErrorNote]

@@ -1,18 +1,20 @@
-"A call that trains a learner in another way, with the arguments that its own precision has: its text and its effect."
+"Calls that set a precision: their text and effect, the learner's arguments that they keep, and which are compared."
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from fastai.learner import Learner
 from fastcore.foundation import L
+from torch import nn
 
-from ..precisions import Precision
+from ..learners import training_device
+from ..precisions import PRECISIONS, Precision
 from ..precisions.base import defaults_of, written
-from ..precisions.matching import match_modules
+from ..precisions.matching import is_depthwise, is_grouped, match_modules, unwrapped
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback, set_precision
@@ -20,11 +22,10 @@ from ..training.loop import precision_callback, set_precision
 
 @dataclass(frozen=True)
 class Call:
-    "A call that sets a precision, and possibly the memory format and compilation. `str` is its text, `apply` makes it."
+    "A call that sets a precision, and possibly the memory format. `str` is its text, `apply` makes it."
     precision: Precision
     options: dict[str, Any] = field(default_factory=dict) # Of the precision callback
     channels_last: bool = False # Whether the format changes; otherwise it stays as it is
-    compiled: bool = False
 
     @classmethod
     def of(cls, learn: Learner, precision: Precision) -> Call:
@@ -36,8 +37,8 @@ class Call:
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
-        if self.channels_last: text += f".to_channelslast({'use_amp=False' if self.is_fp32 else ''})"
-        return f'{text}; learn.model.compile()' if self.compiled else text
+        if not self.channels_last: return text
+        return f"{text}.to_channelslast({'use_amp=False' if self.is_fp32 else ''})"
 
     @property
     def is_fp32(self) -> bool: return self.precision.kind is Precision
@@ -50,7 +51,6 @@ class Call:
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
         if not self.is_fp32: set_precision(learn, MixedPrecision(self.precision, **self.options | options))
         if self.channels_last: _to_channels_last(learn)
-        if self.compiled: learn.model.compile()
 
 
 def _to_channels_last(learn):
@@ -110,3 +110,47 @@ def advised(
     "Return the call that trains in this precision, with what a report advises."
     own = own_precision(learn)
     return Call.of(learn, like_own(learn, type(own) if own.kind is kind else kind, fp32_modules, init_scale))
+
+
+# -- the calls that are compared
+
+def native_precisions(learn: Learner) -> list[type[Precision]]:
+    """Return what the device runs natively without another package.
+
+    16-bit weights are not in it: they compute as autocast does.
+    """
+    device = training_device(learn)
+    return [cls for cls in PRECISIONS.values()
+            if cls.in_tables and not cls.package and cls.support(device).status == 'native']
+
+
+def rows_of(
+    learn: Learner,
+    precisions: Sequence[Precision], # Besides fp32
+) -> dict[str, Call]: # By name, fp32 first: the precision, then what else changes, as in 'bf16, channels last'
+    """Return what to compare: each precision once, and variants of those that the device runs natively.
+
+    The first 16-bit precision also keeps depthwise or grouped convolutions in fp32, where the model has some. Models
+    with 2-d convolutions are compared in channels last as well, unless they are in that format already.
+
+    Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
+    """
+    model, device = unwrapped(learn.model), training_device(learn)
+    plain = {p.name: Call.of(learn, p) for p in (Precision(), *precisions)}
+    native = {name: row for name, row in plain.items() if row.precision.support(device).status == 'native'}
+    with_layers = dict[str, Call]()
+    for p in [row.precision for row in native.values() if row.precision.dtype][:1]:
+        in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
+        for of_type in is_depthwise, is_grouped:
+            if not any(map(of_type, {*model.modules()} - in_fp32)): continue
+            keep = [*L(p.fp32_modules), of_type] if p.fp32_modules else of_type
+            name = f"{p.name}, {of_type.__name__.removeprefix('is_')} in fp32"
+            with_layers[name] = Call.of(learn, p.like(fp32_modules=keep))
+    has_2d = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
+    formats = (native | with_layers).items() if has_2d and not _is_channels_last(learn) else ()
+    return plain | with_layers | {f'{name}, channels last': replace(row, channels_last=True) for name, row in formats}
+
+
+def _is_channels_last(learn):
+    weights = (p for p in learn.model.parameters() if p.dim() == 4)
+    return hasattr(learn, 'channels_last') or not all(p.is_contiguous() for p in weights)

@@ -1,25 +1,99 @@
-"`Learner.compare_precision` and `to_amp(measure=True)`, and the rows that they compare."
-from collections.abc import Sequence
-from dataclasses import replace
+"`Learner.compare_precision` and `to_amp(measure=True)`, and their result."
+import math
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
-from torch import nn
 
-from ..learners import training_device
-from ..messages import check_bool
-from ..precisions import PRECISIONS, Precision, find_precision
-from ..precisions.matching import is_depthwise, is_grouped, unwrapped
-from .calls import Call, like_own
-from .comparison import PrecisionComparison
-from .copies import several_processes
+from ..compat import is_compiled
+from ..devices.fp32_settings import settings_note
+from ..messages import check_argument
+from ..precisions import find_precision
+from .calls import Call, like_own, native_precisions, rows_of
+from .copies import note_of_left_out, several_processes
+from .display import Shown
+from .recommendation import COLUMNS, Speed, last_fifth, recommend, tolerance
 from .rounds import FOR_REPORT, N_SEEDS, N_STEPS, Rounds
 
 _NOTHING_NATIVE = ("This device runs nothing else natively. To compare what it emulates, name it: "
                    "`learn.compare_precision('bf16')`.")
 
+
+@dataclass(repr=False, eq=False)
+class PrecisionComparison(Shown):
+    """The result of `Learner.compare_precision`.
+
+    In `table`, nan means no value, for example for a precision that was dropped early.
+
+    | column of `table` | meaning |
+    |---|---|
+    | `support` | how the device runs the precision: 'native' or 'emulated'; 'failed' after an error |
+    | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
+    | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
+    | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
+    | `loss`, `loss difference` | mean of the last fifth of the steps, and its difference from fp32 |
+    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end |
+    | `peak MB` | the most that a step allocates on an accelerator |
+    | `weights moved` | distance from the initial to the final weights per step, relative to fp32 |
+    | `note` | why a precision did not run, or was dropped |
+    """
+    table: pd.DataFrame # One row per precision, memory format and choice of layers in fp32
+    losses: dict[str, list[float]] # The loss of each step, by precision
+    seed_losses: list[list[float]] # The loss of each step, by additional fp32 training
+    recommended: str # The precision to use
+    reason: str # Why, and how certain that is
+    notes: list[str] # How the comparison was made, and what limits it
+    rows: dict[str, Call] # What `apply` sets: `precision` and `channels_last`
+
+    @property
+    def calls(self) -> dict[str, str]:
+        "The call that selects each precision."
+        return {name: str(row) for name, row in self.rows.items()}
+
+    def apply(self,
+        learn: Learner, # The learner that was compared, or one like it
+        precision: str | None = None, # A row of the table; the recommended one if None
+    ) -> Learner: # The learner
+        "Switch the learner to the recommended precision; its arguments, such as `fp32_modules`, are kept."
+        row = precision or self.recommended
+        check_argument('precision', row, self.rows.__contains__, f'one of {[*self.rows]}')
+        self.rows[row].apply(learn)
+        return learn
+
+    def _parts(self):
+        yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
+        table = self.table.drop(columns=['rounds', *COLUMNS[1:], 'weights moved', 'note'])
+        table['speed-up'] = [str(Speed(*row)) for row in self.table[[*COLUMNS]].values]
+        yield table.dropna(axis=1, how='all')
+        dropped = self.table['note'][self.table['support'] != 'failed'].items()      # `reason` has the errors
+        yield '\n'.join([f'{name}: {note}' for name, note in dropped if note] + self.notes)
+
+    def plot(self): # The two matplotlib axes
+        "Plot the speed of each precision, and all loss curves."
+        import matplotlib.pyplot as plt
+        _, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
+        colors = [row.precision.color for row in self.rows.values()]
+        # '_' hides all but one from the legend.
+        seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
+        values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
+        smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
+        smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
+                    title='Training loss (smoothed)')
+        curves.get_lines()[len(seeds)].set_linewidth(4)          # fp32, seen under the others
+        curves.legend()
+        self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
+                                         title=f'Recommended: {self.recommended}')
+        bars.bar_label(bars.containers[0], fmt='{:.2f}', padding=6)
+        bars.margins(x=.15)
+        bars.invert_yaxis()
+        return curves, bars
+
+
+# -- the methods
 
 @patch
 def compare_precision(self: Learner,
@@ -28,8 +102,7 @@ def compare_precision(self: Learner,
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
     n_seeds: int = N_SEEDS, # Repetitions of fp32 with other seeds, to see how much its loss varies
-    max_seconds: float = 60., # Time limit, approximate for slow models; compiling does not count
-    compile: bool = False, # Also compare each precision compiled, by `Module.compile`
+    max_seconds: float = 60., # Time limit, approximate for slow models
 ) -> PrecisionComparison: # A `PrecisionComparison`: `table`, `plot()`, `recommended`, `reason`, `apply()`
     """Train copies of the learner side by side, and recommend the fastest precision whose loss matches fp32.
 
@@ -52,7 +125,7 @@ def compare_precision(self: Learner,
     Raises:
 
     - `ValueError` if `precisions` has an unknown precision
-    - `ValueError` if `n_steps`, `lr`, `n_seeds`, `max_seconds` or `compile` cannot be used
+    - `ValueError` if `n_steps`, `lr`, `n_seeds` or `max_seconds` cannot be used
     - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there are no training batches
@@ -60,11 +133,10 @@ def compare_precision(self: Learner,
     - any error of the model in fp32
     """
     rounds = Rounds(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
-    check_bool(compile=compile)
     classes = native_precisions(self) if precisions is None else [*map(find_precision, L(precisions))]
-    found = rounds.compared(rows_of(self, [like_own(self, cls) for cls in classes], compile))
-    if not classes: found.notes[:0] = [_NOTHING_NATIVE]
-    return found
+    result = compared(rounds, rows_of(self, [like_own(self, cls) for cls in classes]))
+    if not classes: result.notes[:0] = [_NOTHING_NATIVE]
+    return result
 
 
 def measure_and_choose(
@@ -93,12 +165,12 @@ def measure_and_choose(
         elif v.call and v.verdict not in ('do not use', 'cannot run'):
             precisions.append(like_own(learn, cls, v.modules, v.init_scale))
         else: notes.append(f'{cls.name}: {v.reason}.')
-    found = rounds.compared(rows_of(learn, precisions))
-    found.notes[:0] = notes
-    found.apply(learn)
-    vars(learn)['precision_decision'] = found                    # which `export` leaves out
-    print(f'Selected: {found.recommended}.', found.reason, *found.notes,
-          f'Next time, call `{found.calls[found.recommended]}` instead of measuring.')
+    result = compared(rounds, rows_of(learn, precisions))
+    result.notes[:0] = notes
+    result.apply(learn)
+    vars(learn)['precision_decision'] = result                   # which `export` leaves out
+    print(f'Selected: {result.recommended}.', result.reason, *result.notes,
+          f'Next time, call `{result.calls[result.recommended]}` instead of measuring.')
 
 
 @patch(as_prop=True)
@@ -107,49 +179,45 @@ def precision_decision(self: Learner) -> PrecisionComparison | None:
     return vars(self).get('precision_decision')
 
 
-# -- what is compared
+# -- the result
 
-def native_precisions(learn: Learner) -> list[type[Precision]]:
-    """Return what the device runs natively without another package.
-
-    16-bit weights are not in it: they compute as autocast does.
-    """
-    device = training_device(learn)
-    return [cls for cls in PRECISIONS.values()
-            if cls.in_tables and not cls.package and cls.support(device).status == 'native']
-
-
-def rows_of(
-    learn: Learner,
-    precisions: Sequence[Precision], # Besides fp32
-    compile: bool = False, # Whether each precision is also compared compiled
-) -> dict[str, Call]: # fp32 first; then by name: 'bf16', 'bf16 compiled', 'bf16, channels last'
-    """Return what to compare: each precision once, and variants of those that the device runs natively.
-
-    The first 16-bit precision also keeps depthwise or grouped convolutions in fp32, where the model has some. Models
-    with 2-d convolutions are compared in channels last as well, unless they are in that format already.
-
-    Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
-    """
-    model, device = unwrapped(learn.model), training_device(learn)
-    def is_native(p): return p.support(device).status == 'native'
-    rows = {p.name: Call.of(learn, p) for p in (Precision(), *precisions)}
-    compiled = {f'{name} compiled': replace(row, compiled=True) for name, row in rows.items() if compile}
-    native = {name: row for name, row in rows.items() if is_native(row.precision)}
-    for p in [p for p in precisions if p.dtype and is_native(p)][:1]:
-        in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
-        for kind in is_depthwise, is_grouped:
-            if not any(map(kind, {*model.modules()} - in_fp32)): continue
-            keep = [*L(p.fp32_modules), kind] if p.fp32_modules else kind
-            name = f"{p.name}, {kind.__name__.removeprefix('is_')} in fp32"
-            native[name] = Call.of(learn, p.like(fp32_modules=keep))
-    rows |= native
-    has_2d = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
-    if has_2d and not _is_channels_last(learn):
-        rows |= {f'{name}, channels last': replace(row, channels_last=True) for name, row in native.items()}
-    return rows | compiled
+def compared(
+    rounds: Rounds,
+    rows: dict[str, Call], # fp32 first
+) -> PrecisionComparison:
+    "Train in all rows, and return what that shows."
+    rounds.run(rows)
+    n, base, runs = rounds.n_compared, rounds.base, rounds.runs
+    table = pd.DataFrame({name: _row(run, base, n) for name, run in runs.items()}).T.infer_objects()
+    tolerated = tolerance(base.losses[:n], [run.loss(n) for run in rounds.seeds], last_fifth(n))
+    seconds = math.nan if rounds.is_short else rounds.max_seconds - min(0, rounds.left)
+    recommended, reason = recommend(table, tolerated, seconds)
+    return PrecisionComparison(
+        table,
+        losses={name: run.losses[:n] for name, run in runs.items()},
+        seed_losses=[run.losses for run in rounds.seeds],
+        recommended=recommended,
+        reason=reason,
+        notes=[*_notes(rounds)],
+        rows=rows)
 
 
-def _is_channels_last(learn):
-    weights = (p for p in learn.model.parameters() if p.dim() == 4)
-    return hasattr(learn, 'channels_last') or not all(p.is_contiguous() for p in weights)
+def _row(run, base, n): # Its columns, which `PrecisionComparison` documents
+    speed, loss = run.speed_up(base), run.loss(n)
+    support = 'failed' if run.failed else run.call.precision.support(run.device).status
+    return {'support': support, 'steps': len(run.losses), 'rounds': len(run.times),
+            'ms per step': 1000 * base.pace / speed.mid, **dict(zip(COLUMNS, speed)),
+            'loss': loss, 'loss difference': loss - base.loss(n),
+            'skipped': run.skipped, 'final scale': run.scale, 'peak MB': run.peak / 1e6,
+            'weights moved': run.moved / (base.moved or math.nan), 'note': run.reason}
+
+
+def _notes(rounds):
+    "Say how losses were compared, and what limits the comparison."
+    if len(rounds.runs) > 1:
+        yield (f'Losses: mean of the last fifth of {rounds.n_compared:,} steps. fp32 was repeated with '
+               f'{len(rounds.seeds)} of {rounds.n_seeds} other seeds.')
+    yield from note_of_left_out(rounds.learn)
+    if is_compiled(rounds.learn.model):
+        yield 'The compiled model was compared uncompiled.'
+    if settings := settings_note(): yield f'{settings}. fp32 was measured with this setting.'

@@ -115,7 +115,7 @@ def copied_learner(
             raise
         finally:
             for p, grad in grads: p.grad = grad
-            if cb := precision_callback(new): cb.close()         # a fit that was opened by single events
+            if cb := precision_callback(new): cb.close()         # the fit that batches have opened
             vars(new).clear()                                    # callbacks refer to the copy: free it without `gc`
 
 
@@ -124,17 +124,12 @@ def begin_fit(
     n_iter: int, # Batches in its epoch
     lr: float | slice | None = None, # The learner's own if None
 ) -> None:
-    "Begin a fit as `Learner.fit` does, up to its first batch. Its only epoch does not begin or end again."
+    "Begin a fit of one epoch as `Learner.fit` does, up to its first batch."
     if not copy.opt: copy.create_opt()
     if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
     copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
     for event in 'before_fit', 'before_epoch', 'before_train': copy(event)
-    if cb := precision_callback(copy): cb.close()                # what it has opened for the process; a batch opens it
-    call_one = copy._call_one
-    def call_one_of_a_batch(event):                              # rounds of batches are parts of one training
-        if not event.endswith('_train'): call_one(event)
-    vars(copy)['_call_one'] = call_one_of_a_batch
 
 
 def run_batch(copy: Learner, i: int, batch: Any) -> None:
@@ -157,40 +152,33 @@ def loader_like(
     except Exception: return dl
 
 
-# Of the copy's attributes; the `logger` of CSVLogger holds an open file.
+# Attributes of a copy; the learner's may have an open file, as CSVLogger's `logger` does.
 _SILENT = dict(logger=noop, save=noop, load=noop, export=noop)
 
 
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
-    cbs = [cb for cb in learn.cbs if takes_part(cb)]
+    cbs = [cb for cb in learn.cbs if runs_on_copy(cb)]
     shared = [learn.lock]
-    parts = (part for cb in cbs for part in vars(cb).values())
-    for o in (learn, *(part for part in parts if isinstance(part, Learner))):    # such as a teacher
+    teachers = (part for cb in cbs for part in vars(cb).values() if isinstance(part, Learner))
+    for o in (learn, *teachers):
         loaders = [*getattr(o.dls, 'loaders', ()), vars(o).get('dl')]
         shared += [o.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
     memo = {id(o): o for o in shared} | {id(learn): new}
-
-    def copied(name, part):
+    own = {name: part for name, part in vars(learn).items() if not isinstance(part, Callback)}
+    own |= {'cbs': L(cbs), 'opt': learn.opt if optimizer else None, 'scaler': None, **_SILENT}
+    if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
+        own['recorder'] = SimpleNamespace(**vars(learn.recorder))
+    for name, part in [('model', unwrapped(learn.model)), *((cb.name, cb) for cb in cbs), *own.items()]:
         try:
-            with _Detached(): return copy.deepcopy(part, memo)
+            with _Detached(): vars(new)[name] = copy.deepcopy(part, memo)
         except torch.OutOfMemoryError: raise
         except Exception as e:
             raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
                              'copies are run.\n'
                              'If it is a callback, set its attribute `run_on_copy = False`. '
                              'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
-
-    memo[id(learn.model)] = copied('model', unwrapped(learn.model))      # instead of what wraps it
-    for name, part in vars(learn).items():
-        if isinstance(part, Callback) or name in ('cbs', 'opt', 'scaler', *_SILENT): continue
-        vars(new)[name] = copied(name, part)
-    new.opt = copied('opt', learn.opt) if optimizer else None
-    new.cbs = L([copied(cb.name, cb) for cb in cbs])
-    for cb in new.cbs: vars(new)[cb.name] = cb
-    if hasattr(learn, 'recorder'):                               # other callbacks read what it has recorded
-        new.recorder = SimpleNamespace(**copy.deepcopy(vars(learn.recorder), memo))
-    vars(new).update(_SILENT)
+        memo[id(learn.model)] = new.model                        # instead of what wraps it
     if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
         for name, flag in vars(learn.opt.opt).items():
             if isinstance(flag, (int, float)): vars(inner).setdefault(name, flag)
@@ -208,24 +196,24 @@ class _Detached(TorchFunctionMode):
 
 # -- the callbacks of a copy
 
-def takes_part(cb: Callback) -> bool:
+def runs_on_copy(cb: Callback) -> bool:
     """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
 
     `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
     those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
     has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
     """
-    if (said := getattr(cb, 'run_on_copy', None)) is not None: return said
-    kinds = [kind for kind in type(cb).__mro__ if kind not in HookCallback.__mro__]
-    of_fastai = [kind.__name__ for kind in kinds if kind.__module__.startswith('fastai.')]
+    if (own := getattr(cb, 'run_on_copy', None)) is not None: return own
+    classes = [cls for cls in type(cb).__mro__ if cls not in HookCallback.__mro__]
+    of_fastai = [cls.__name__ for cls in classes if cls.__module__.startswith('fastai.')]
     if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
-    return not any(_WATCHES.search(f"{kind.__module__.partition('.')[0]} {kind.__name__}") for kind in kinds)
+    return not any(_WATCHES.search(f"{cls.__module__.partition('.')[0]} {cls.__name__}") for cls in classes)
 
 
 def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
     "Say which callbacks a copy does not run, except those of fastai and fastxtend_amp."
     names = [cb.name for cb in learn.cbs
-             if not (takes_part(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
+             if not (runs_on_copy(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
 

@@ -1,36 +1,34 @@
-"One training of a comparison: a copy of the learner, and its losses, times and memory."
+"One training run of a comparison: a copy of the learner, and its losses, times and memory."
 from __future__ import annotations
 
 import math, time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from fastai.learner import Learner
-from fastcore.basics import noop
 
 from ..devices.cost import allocated, wait_for
 from ..learners import training_device
 from ..messages import first_line
 from ..precisions.matching import unwrapped
-from ..training.loop import precision_callback
+from ..training.loop import precision_callback, run_outermost
 from .calls import Call
 from .copies import begin_fit, copied_learner, run_batch
 from .random_states import random_state, set_random_state
-from .speed import COLUMNS, Speed, last_fifth
-from .values import address, is_plain
+from .recommendation import Speed, last_fifth
+from .values import is_plain
 
 
 class Run:
-    "A training and its measurements; one that there is not is nan."
-    note = '' # Why it has left the rounds: an error, or it is slower than another
+    "One training run and its measurements. Missing measurements are nan."
+    reason = '' # Why it has left the rounds: an error, or it was too slow
     failed = False # Whether it was an error
-    copy: Any = None # Of the learner
-    compile_seconds = 0. # Which do not count
-    skipped = scale = kept = peak = moved = math.nan # Steps; loss scale; bytes; distance of the weights
+    copy: Any = None # Of the learner, while it is in the rounds
+    skipped = scale = peak = moved = math.nan # Steps; loss scale; bytes; distance of the weights per step
 
     def __init__(self,
         learn: Learner, # Only its copy is trained
@@ -44,7 +42,7 @@ class Run:
 
     @property
     def is_variant(self) -> bool:
-        "True if another row has the same precision, in another format or with other layers in fp32."
+        "True if another row has the same precision in another format, or with other layers in fp32."
         return ',' in self.name
 
     @property
@@ -54,25 +52,24 @@ class Run:
 
     def speed_up(self, other: Run) -> Speed:
         "Return how much faster than another it is, in the rounds of both."
-        rounds = [n for n in self.times if n in other.times]
-        return Speed.of([other.times[n] / self.times[n] for n in rounds])
+        return Speed.of([other.times[n] / self.times[n] for n in self.times.keys() & other.times])
 
     def loss(self, n: int) -> float: # nan if it has left the rounds
         "Return the mean loss of the last fifth of the first `n` steps, which all that are left have trained for."
-        return math.nan if self.note else float(np.mean(self.losses[n - last_fifth(n):n]))
+        return math.nan if self.reason else float(np.mean(self.losses[n - last_fifth(n):n]))
 
     @contextmanager
-    def failures_noted(self) -> Iterator[None]:
-        "Note the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
+    def error_recorded(self) -> Iterator[None]:
+        "Record the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
         try: yield
         except Exception as e:
             if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
             self.failed = True
             self.leave(f'{type(e).__name__}: {first_line(e)}')
 
-    def leave(self, why: str = '') -> None: # '' if it is too slow
+    def leave(self, reason: str = '') -> None: # '' if it is too slow
         "Leave the rounds, and free the copy."
-        self.note = why or f'too slow, so it was dropped after {len(self.losses)} steps.'
+        self.reason = reason or f'too slow, so it was dropped after {len(self.losses)} steps.'
         copy, self.copy = self.copy, None
         if copy: copy.model = copy.opt = None
 
@@ -92,7 +89,7 @@ class Run:
         "Train on the batches of these steps, and time it."
         set_random_state(self.random_state)
         # At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
-        self.copy._with_events(partial(self._train_and_time, steps, n_round), 'train', ())
+        run_outermost(self.copy, precision_callback(self.copy), 'train', partial(self._train_and_time, steps, n_round))
         self.random_state = random_state()
 
     def _train_and_time(self, steps, n_round):
@@ -102,7 +99,6 @@ class Run:
         wait_for(self.device)
         seconds = (time.perf_counter() - start) / len(losses)
         if n_round: self.times[n_round] = seconds
-        if self.call.compiled and not self.losses: self.compile_seconds = seconds
         self.peak = allocated(self.device, peak=True) - before
         self.losses += map(float, losses)
 
@@ -110,40 +106,10 @@ class Run:
         run_batch(self.copy, i, self.batches[step % len(self.batches)])
         return vars(self.copy).get('loss', torch.tensor(math.nan)).detach()      # it may end before its loss
 
-    def finish(self, seconds: float) -> None: # That are left
-        "Measure what only the end of a training shows: skipped steps, the distance of the weights, and memory."
+    def measure_end(self) -> None:
+        "Measure what only the end of a training shows: skipped steps, and the distance of the weights."
         if cb := precision_callback(self.copy):
             self.skipped, self.scale = sum(cb.skips), cb.scale or math.nan
-        distances, after = [], self.copy.model.parameters()
-        for p, now in zip(unwrapped(self.learn.model).parameters(), after):
-            if is_plain(now): distances.append(torch.dist(now.data, p.data.to(now)))
+        pairs = zip(self.copy.model.parameters(), unwrapped(self.learn.model).parameters())
+        distances = [torch.dist(now.data, p.data.to(now)) for now, p in pairs if is_plain(now)]
         self.moved = math.hypot(*distances) / len(self.losses)
-        if self.call.compiled or self.pace > seconds: return     # it would be compiled again
-        with suppress(Exception): self.kept = self._kept_by_autograd()      # nan if hooks break the model
-
-    def _kept_by_autograd(self):
-        "Run a batch without its backward pass; return the bytes that autograd keeps for it, each storage once."
-        model = self.copy.model
-        kept = {address(t): 0 for t in (*model.parameters(), *model.buffers())}
-        def note(t):
-            kept.setdefault(address(t), t.untyped_storage().nbytes())
-            return t.detach()                                    # keeping `t` itself would leak its graph
-        self.copy._do_grad_opt = noop
-        run = partial(self._step, len(self.losses), 0)
-        with torch.autograd.graph.saved_tensors_hooks(note, noop): self.copy._with_events(run, 'train', ())
-        return sum(kept.values())
-
-    def columns(self,
-        base: Run, # In fp32
-        n: int, # The steps that are compared
-    ) -> dict[str, Any]:
-        "Return its row of the table, whose columns `PrecisionComparison` documents."
-        speed, loss = self.speed_up(base), self.loss(n)
-        support = 'failed' if self.failed else self.call.precision.support(self.device).status
-        return {'support': support, 'steps': len(self.losses), 'rounds': len(self.times),
-                'ms per step': 1000 * base.pace / speed.mid, **dict(zip(COLUMNS, speed)),
-                'loss': loss, 'loss difference': loss - base.loss(n),
-                'skipped': self.skipped, 'final scale': self.scale,
-                'activations MB': self.kept / 1e6, 'peak MB': self.peak / 1e6,
-                'weights moved': self.moved / (base.moved or math.nan),
-                'compile s': self.compile_seconds or math.nan, 'note': self.note}

@@ -47,7 +47,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
         return _fastais(self, f, event_type, ex, final)
     run: Any = partial(_fastais, self, f, event_type, ex, final)
     if cb and cb.parts: _run_part(cb, event_type, run)
-    else: _run_outermost(self, cb, event_type, run)
+    else: run_outermost(self, cb, event_type, run)
 
 
 def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> N
     if cb.waiting and not cb.in_batch: cb.do_waiting()
 
 
-def _run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, run: Callable[[], None]) -> None:
+def run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, run: Callable[[], None]) -> None:
     "Run the outermost part, or any part in plain fp32; a precision may be set or exchanged in it."
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
         warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "

@@ -29,12 +29,11 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.calls import like_own
-from fastxtend_amp.insight.compare import native_precisions, rows_of
-from fastxtend_amp.insight.comparison import recommend
-from fastxtend_amp.insight.run import Run
+from fastxtend_amp.insight.calls import like_own, native_precisions, rows_of
+from fastxtend_amp.insight.compare import compared
+from fastxtend_amp.insight.recommendation import COLUMNS, Speed, recommend, tolerance
 from fastxtend_amp.insight.rounds import Rounds
-from fastxtend_amp.insight.speed import COLUMNS, Speed, tolerance
+from fastxtend_amp.insight.run import Run
 from fastxtend_amp.tools.device import usable_device
 
 from .models import MODELS, Model
@@ -125,15 +124,16 @@ def contest(
     "Run the package's own rounds on drawn times, and choose as it does; losses are alike."
     rounds = Rounds.__new__(Rounds)
     rounds.tick = lambda what: None
-    rounds.n_steps, rounds.n_seeds, rounds.is_short, rounds.end = 50, 3, False, time.monotonic() + seconds
+    rounds.n_steps, rounds.n_seeds, rounds.end = 50, 3, time.monotonic() + seconds
     found = {'fp32': 1., **true}
     def drawn(speed): return step * np.exp(noise * rng.standard_normal()) / speed
     rounds.runs = {name: _Drawn(name, partial(drawn, speed), rounds) for name, speed in found.items()}
+    rounds.base = rounds.runs['fp32']
     rounds.train()
     left = rounds.left
     rows = {name: dict(zip(COLUMNS, run.speed_up(rounds.base))) | {
         'support': 'native', 'steps': 50, 'rounds': len(run.times), 'skipped': 0, 'weights moved': 1., 'loss': 1.,
-        'loss difference': 0., 'note': run.note} for name, run in rounds.runs.items()}
+        'loss difference': 0., 'note': run.reason} for name, run in rounds.runs.items()}
     chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''))
     return found[chosen] / max(found.values()), seconds - left
 
@@ -203,7 +203,7 @@ def choose_row(name: str, device: torch.device, max_seconds: float) -> str:
         fresh = timm.create_model(name, num_classes=10).to(device)
         fresh.load_state_dict(plain)
         learn = Learner(dls, fresh, nn.functional.cross_entropy, opt_func=fused('AdamW'))
-        found = _All(learn, 'choose_row', math.inf, 16, 0).compared(rows).table['speed-up']
+        found = compared(_All(learn, 'choose_row', math.inf, 16, 0), rows).table['speed-up']
     speeds = '; '.join(f'{row} {speed:.2f}' for row, speed in found.items())
     return f'{chosen} | {found.idxmax()} | {found[chosen] / found.max():.2f} | {seconds:.0f} | {speeds}'
 

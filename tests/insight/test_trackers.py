@@ -12,7 +12,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 
-from fastxtend_amp.insight.copies import copied_learner, note_of_left_out, takes_part
+from fastxtend_amp.insight.copies import copied_learner, note_of_left_out, runs_on_copy
 from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
 from states import ASK, Gives, Unpacks
 
@@ -90,10 +90,10 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize('cb', [*RUN, *LEFT_OUT], ids=lambda cb: type(cb).__name__)
-def test_who_takes_part(cb):
+def test_who_runs_on_copy(cb):
     learn, own = learner(cbs=cb), type(cb).__module__.startswith('fastai.')
     with copied_learner(learn) as copy:
-        assert takes_part(cb) == (cb.name in [c.name for c in copy.cbs]) == (cb in RUN)
+        assert runs_on_copy(cb) == (cb.name in [c.name for c in copy.cbs]) == (cb in RUN)
     assert cb.name in ' '.join(note_of_left_out(learn)) or cb in RUN or own
 
 

@@ -1,0 +1,155 @@
+"The recommendation of a comparison: whether a precision is clearly faster, and trains as well as fp32."
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ..precisions import PRECISIONS, Precision
+
+WORTH = 1.05            # smallest speed-up that is recommended
+FEWEST_ROUNDS = 6       # for an interval
+COLUMNS = 'speed-up', 'speed-up low', 'speed-up high'            # of a table that holds a `Speed`
+_HOPELESS = .5          # speed-up after which one round is enough
+_WIDTH = 2.2            # of the interval; 1.57 for a single look
+# One-sided 95% prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
+_INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
+_LEAST_MOVED = .1       # of the distance in fp32: a precision whose weights move less does not train
+
+
+# -- is it faster
+
+class Speed(NamedTuple):
+    "A speed-up and its 95% interval, whose ends are nan before the sixth round."
+    mid: float
+    low: float = math.nan
+    high: float = math.nan
+
+    @classmethod
+    def of(cls,
+        ratios: Sequence[float], # Time of the other divided by its own, by round
+    ) -> Speed:
+        """Return the median of the ratios and its interval, 2.2 (q3 - q1) / sqrt(n) to both sides of the logarithms.
+
+        The 95% notches of box plots have 1.57, for a single look: McGill, Tukey and Larsen, Variations of Box Plots,
+        The American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision
+        that is as fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
+        """
+        n = len(ratios)
+        logs = np.log(ratios or [math.nan])
+        q1, mid, q3 = np.exp(np.quantile(logs, (.25, .5, .75)))
+        if n < FEWEST_ROUNDS: return cls(mid)
+        times = (q3 / q1) ** (_WIDTH / math.sqrt(n))
+        return cls(mid, mid / times, mid * times)
+
+    @property
+    def pays(self) -> bool: return self.low > WORTH
+    @property
+    def loses(self) -> bool: return self.high <= WORTH
+    @property
+    def is_undecided(self) -> bool: return not (self.pays or self.loses)
+    @property
+    def is_slower(self) -> bool: return self.high < 1 or self.mid < _HOPELESS
+
+    def __str__(self): # '1.16 (1.02 to 1.31)'; '-' for what is not known
+        if math.isnan(self.low): return '-' if math.isnan(self.mid) else f'{self.mid:.2f}'
+        return f'{self.mid:.2f} ({self.low:.2f} to {self.high:.2f})'
+
+
+# -- does it train as well
+
+def last_fifth(n: int) -> int:
+    "Return how many of `n` steps count for the loss."
+    return max(1, n // 5)
+
+
+def tolerance(
+    losses: Sequence[float], # Of each step in fp32
+    seeds: Sequence[float], # Mean of the last steps in runs with other seeds; NaN and inf do not count
+    n_last: int, # Number of last steps
+) -> tuple[float, str]: # It, and what it is
+    """Return the amount by which the loss of another precision may lie above the fp32 loss.
+
+    It is the largest of three: what one more fp32 training could differ by; 1% of the loss, but at most half of the
+    range of the fp32 losses; and a thousandth of the distance from the first loss to the last. If fp32 was trained only
+    once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
+    """
+    seeds = [*filter(math.isfinite, seeds)]
+    last, n = losses[-n_last:], 1 + len(seeds)
+    loss = float(np.mean(last))
+    half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf      # a loss may have any constant in it
+    if seeds:
+        spread = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1))
+        why = f'the spread of {n} fp32 training runs'
+    else:
+        spread = max(min(abs(loss) / 10, half_way), 2 * float(np.std(last)))
+        why = 'a wide tolerance (fp32 was trained only once)'
+    return max((spread, why), (min(abs(loss) / 100, half_way), '1% of the fp32 loss'),
+               (abs(losses[0] - loss) / 1000, 'a thousandth of the distance from the first fp32 loss to the last'))
+
+
+# -- the recommendation
+
+def recommend(
+    table: pd.DataFrame, # As `PrecisionComparison.table`
+    tolerated: tuple[float, str], # What `tolerance` returns
+    seconds: float = 60., # Time that was spent, for advice on more; nan if `n_steps` is too small for any interval
+) -> tuple[str, str]: # The row, and why
+    """Return the fastest row that pays and whose loss matches fp32.
+
+    It pays if the interval of its speed-up lies above 1.05. Its loss matches fp32 if the mean of the last steps is
+    finite and within the tolerance, at most half of the steps were skipped, and the weights moved. Within 5% of the
+    fastest, a row that needs no loss scaling wins, and of those the one that changes least.
+    """
+    if not math.isfinite(table['loss']['fp32']):
+        return 'fp32', 'The fp32 loss is not finite: check the data, the loss function and the learning rate.'
+    if math.isnan(table['weights moved']['fp32']):
+        return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate, '
+                        'whether batches have targets, and whether `splitter` returns parameters of the model.')
+    others = table.drop('fp32')
+    speeds = {name: Speed(*speed) for name, *speed in others[[*COLUMNS]].itertuples()}
+    faults = {name: _fault(row, tolerated) for name, row in others.iterrows()}
+    stayed = [name for name, note in others['note'].items() if not (note or faults[name])]
+    good = {name: speeds[name].mid for name in stayed if speeds[name].pays}
+    close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
+
+    def order(name):
+        precision, *changes = name.split(', ')
+        return PRECISIONS.get(precision, Precision).scales_loss, len(changes), -good[name]
+
+    best = min(close, key=order, default='fp32')
+    fastest = good.get(best, 1.)
+    sentences = [f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}.'] if good else []
+    for name, row in others.iterrows():
+        why = faults[name] or _slowness(speeds[name], row, seconds, fastest)
+        if why: sentences.append(f'{name}{why}.')
+    return best, ' '.join(sentences) or 'Nothing else was compared.'
+
+
+def _fault(row, tolerated):
+    "Return why a row cannot be recommended whatever its speed, to follow its name; '' if nothing speaks against it."
+    if row['support'] == 'failed': return f" does not run ({row['note']})"
+    if row['note']: return ''                                    # it was dropped, without a loss
+    n, skipped, moved, more = row[['steps', 'skipped', 'weights moved', 'loss difference']]
+    if not math.isfinite(row['loss']): return ': its loss is not finite'
+    if skipped > n / 2:                                          # a skipped step is faster, and keeps the loss
+        return (f': it skipped {skipped:,.0f} of {n:,} steps, so its loss and speed mean little: use a larger '
+                '`n_steps`, or call `learn.precision_report()`')
+    if moved < _LEAST_MOVED:
+        return f': its weights moved only {moved:.0%} of the distance in fp32: its gradients vanish'
+    if more > tolerated[0]:
+        return ': its loss is {:.2g} above that of fp32; the limit is {:.2g}, {}'.format(more, *tolerated)
+    return ''
+
+
+def _slowness(speed, row, seconds, fastest):
+    "Return what is to be said of a speed-up, to follow the name of its row; '' if it pays."
+    if speed.pays: return ''
+    if speed.loses or row['note']: return f': speed-up {speed}, below {WORTH}' if speed.mid <= WORTH else ''
+    if fastest > 1 and speed.mid <= fastest * WORTH: return f': speed-up {speed}, not faster'
+    advice = f'n_steps={10 * FEWEST_ROUNDS}'
+    if not math.isnan(seconds): advice = f'max_seconds={60 * math.ceil(4 * seconds / 60)}'      # it halves the interval
+    return f': speed-up {speed}, not certain yet. Use `{advice}` to decide'
