@@ -193,8 +193,8 @@ class OnDevice(Watch):
 
     def after_open(self):
         super().after_open()
-        if self.notes:
-            self.notes.on_cpu = False
+        if self.watched:
+            self.watched.on_cpu = False
 
 
 @pytest.mark.parametrize('name, cases', [('', FAILS), ('_on_device', ON_DEVICE), ('_several_processes', SEVERAL)])
