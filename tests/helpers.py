@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 import fastxtend_amp  # noqa: F401  patches Learner
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import PRECISIONS, Support
-from fastxtend_amp.training.loop import precision_callback  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device('cpu')  # where learners train; `pytest --sim=sim` puts a simulated device here (conftest.py)

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest, torch
 from fastai.learner import load_learner
+from fastai.optimizer import SGD
+from torch import nn
 
 from fastxtend_amp import kahan
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import finite, learner, loaders, output_dtypes, params, replaced, same, told
 
 FILES = Path(__file__).parent / 'files'
 SCALES = {'fp16': 128.0, 'fp16_static': 64.0}

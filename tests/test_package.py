@@ -2,13 +2,14 @@
 
 import ast, configparser, importlib, shutil, zipfile
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-import fastxtend_amp
-import mutations
+import fastxtend_amp, mutations
+from fastxtend_amp.precisions import PRECISIONS
 from fastxtend_amp.training import callback
-from helpers import *
+from helpers import ROOT, learner, params, python, same
 
 
 PACKAGE = Path(fastxtend_amp.__file__).parent

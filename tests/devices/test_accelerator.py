@@ -7,14 +7,17 @@ otherwise on XLA or an NVIDIA GPU, whose numbers may differ by a few per cent; s
 import copy, pickle
 
 import pytest, torch
-from torch.utils._pytree import tree_map_only
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_learner
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import helpers
 from devices.simulated import is_installed, options, waits
 from fastxtend_amp import precision_support
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, autocast_state, dataset, finite, is_outside_a_fit, learner, loaders, mlp, output_dtypes, params
+from helpers import same, spoil_at, told
 from training import rows
 
 CPU = torch.device('cpu')

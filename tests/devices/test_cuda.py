@@ -3,8 +3,9 @@
 import warnings
 
 import pytest, torch
+from torch import nn
 
-from helpers import *
+from helpers import OPTIMIZERS, At, Data, learner, loaders, output_dtypes
 from training.rows import net
 
 pytestmark = pytest.mark.cuda

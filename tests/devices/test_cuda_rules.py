@@ -2,14 +2,14 @@
 
 import warnings
 
-import pytest, torch
 import torchvision  # registers operators of its own at both keys
+import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
 from fastxtend_amp.devices import cuda_rules as rules
 from fastxtend_amp.devices.cuda_rules import cuda_rules, registered
-from helpers import *
+from helpers import Data, learner, loaders
 
 # PyTorch's documentation of torch.amp, "CUDA Op-Specific Behavior"; calls of other names are in `CALLS`.
 DOCUMENTED = {

@@ -8,12 +8,14 @@ import datetime, importlib.util, math, os, re, sys, traceback, warnings
 from contextlib import nullcontext
 from pathlib import Path
 
-import pytest, torch
-import torch.distributed as dist
+import pytest, torch, torch.distributed as dist
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
+from torch import nn
 
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, finite, is_outside_a_fit, learner, loaders
+from helpers import opt_state, output_dtypes, params, python, same, told
 from training import rows
 
 N, BS, BAD = 48, 4, 2  # 24 samples for each rank, 6 batches an epoch; the batch in which training fails

@@ -1,15 +1,16 @@
 "Facts about a device, and how each precision judges them: NVIDIA's, AMD's, Intel's and Apple's chips, CPUs, XLA."
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
-import pandas as pd
-import pytest, torch
+import pandas as pd, pytest, torch
 
 from fastxtend_amp import precision_support
 from fastxtend_amp.devices import facts
 from fastxtend_amp.precisions import fastest_native
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import learner
 
 
 def pose(monkeypatch, kind, chip):

@@ -7,12 +7,14 @@ import operator
 
 import numpy as np, pytest, torch
 from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders
 from fastai.data.transforms import Normalize
 from fastai.optimizer import ranger
 from fastai.text.models.awdlstm import WeightDropout
+from torch import nn
 
 from devices.test_accelerator import CPU, build, places
-from helpers import *
+from helpers import At, dataset, opt_state, params, python, same
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,7 @@ def ours(learn):
 def test_other_devices_do_not_import_torch_xla_which_then_comes_too_late():
     done = python(
         '-c',
-        "import sys; from helpers import *; learn = learner()\n"
+        "import sys; from helpers import learner; learn = learner()\n"
         "for mode in ('fp32', 'bf16', 'fp16', 'amp'): getattr(learn, f'to_{mode}')().fit(1)\n"
         "print('torch_xla' in sys.modules, [cb for cb in learn.cbs if 'XLA' in type(cb).__name__])\n"
         "learn.dls.to('xla'); import torch_xla; learn.fit(1)",
@@ -172,9 +174,7 @@ def test_files_load_where_there_is_no_torch_xla(device, tmp_path):
     states = torch.load(learn.save('a'), weights_only=False)['model']
     assert {t.device.type for t in states.values()} == {'cpu'}
     load = 'load_learner(sys.argv[1]).model.parameters()'
-    code = (
-        'import sys; sys.modules["torch_xla"] = None; from helpers import *; from fastai.learner import load_learner; '
-    )
+    code = 'import sys; sys.modules["torch_xla"] = None; import helpers; from fastai.learner import load_learner; '
     done = python(
         '-c', f'{code}print(next({load}).device)', learn.path / 'export.pkl', TORCH_DEVICE_BACKEND_AUTOLOAD='0'
     )

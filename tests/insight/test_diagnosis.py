@@ -2,10 +2,10 @@
 
 import math, re
 
+import fastai.callback.schedule  # noqa: F401  patches Learner
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
-from fastai.callback.schedule import *  # noqa: F403  patches lr_find
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
@@ -17,7 +17,8 @@ from fastxtend_amp import kahan
 from fastxtend_amp.insight import diagnosis
 from fastxtend_amp.insight.watch import Watch
 from fastxtend_amp.training import callback
-from helpers import *
+from helpers import OPTIMIZERS, At, Attentive, Data, autocast_state, dataset, learner, linear, loaders, mlp, opt_state
+from helpers import params, same, set_support, told
 from states import Act, Gives, Times, Unpacks, blurred, lora
 
 

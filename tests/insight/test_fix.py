@@ -1,15 +1,17 @@
 "`on_overflow='fix'`: what is applied, that training continues, and that it ends where fp32 does."
 
-import numpy as np
-import pytest, torch
+import numpy as np, pytest, torch
 from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
+from torch import nn
 from torch.nn import functional as F
 
 from cases import CASES
 from fastxtend_amp.devices import facts
 from fastxtend_amp.insight import diagnosis, watch
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import DEVICE, OPTIMIZERS, At, Data, dataset, finite, learner, left_on, loaders, opt_state, params, same
+from helpers import told
 
 SEEDS = range(3)
 LATE = 1 if DEVICE.type == 'cpu' else 2  # batches after which the loss of a batch is known

@@ -269,7 +269,6 @@ TWICE = """
 import sys, torch
 sys.path += ['tests', 'tests/insight']
 torch.set_num_threads(1)
-from helpers import *
 from test_report import RUNS, faces, whole_batch
 makes = {**RUNS, 'faces': faces, 'whole': whole_batch}
 for name in sys.argv[1:]:

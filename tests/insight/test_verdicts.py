@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
-from models import *
+from models import STEPS, Force, InNumPy, NeedsFp32, Own, cancels, checks, inner, large, layers, loud_rms, over_sums
+from models import report_on, sqrt_gate, steps, surely, trained, unit, verdict_on
 from states import Act, Times, blurred, fills, lora, loud_loss
 
 KEEP, SAFE = 'keep modules in fp32', 'safe so far'

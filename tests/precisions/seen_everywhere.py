@@ -6,13 +6,15 @@ Run by test_a_new_precision.py in its own process, because a registered precisio
 import inspect
 
 import pytest, torch
+from fastai.learner import Learner
 from fastcore.docments import docments
+from torch import nn
 
 from bf16_again import BF16Again
-from fastxtend_amp import precision_support
+from fastxtend_amp import MixedPrecision, precision_support
 from fastxtend_amp.precisions.base import Precision, Support
 from fastxtend_amp.tools import check, demo
-from helpers import *
+from helpers import Attentive, is_outside_a_fit, learner, loaders, output_dtypes, params, same, told
 
 CPU, NAME = torch.device('cpu'), 'bf16again'
 

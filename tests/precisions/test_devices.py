@@ -2,10 +2,12 @@
 
 import pytest, torch
 from fastai.callback import fp16
+from torch import nn
 
-from fastxtend_amp import AMPMode, precision_support
+from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.precisions import find_precision
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import finite, is_outside_a_fit, learner, mlp, python, set_support, told
 
 FP16, BF16 = AMPMode.FP16, AMPMode.BF16
 
@@ -142,9 +144,10 @@ assert learner().to_data(size=5).mixed_precision.precision.size == 5""",
 }
 RUN = """
 import copy, dataclasses, linecache
-from fastxtend_amp import AMPMode
-from fastxtend_amp import Precision
-from helpers import *
+from fastai.learner import Learner
+from fastxtend_amp import AMPMode, MixedPrecision, Precision
+from fastxtend_amp.precisions import PRECISIONS
+from helpers import learner
 for name, code in {rows!r}.items():
     file = {folder!r} + '/row.py'
     open(file, 'w').write(code)

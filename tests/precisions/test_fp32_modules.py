@@ -1,14 +1,20 @@
 "Modules kept in fp32: which ones, what they compute in, and for how long."
 
-import pickle, re
+import copy, pickle, re
 from contextlib import nullcontext
+from functools import partial
 
-import pytest
+import pytest, torch
+from fastai.callback.core import Callback
 from fastcore.foundation import L
+from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from training.rows import *
+from fastxtend_amp import MixedPrecision
+from helpers import At, Attentive, finite, is_outside_a_fit, learner, mixed, mlp, output_dtypes, params, replaced, same
+from helpers import told
+from training.rows import BF16, FP32, TO, Shared, lazy
 
 
 class Notes(nn.Linear):

@@ -1,13 +1,18 @@
 "FP8: linear layers compute as torchao's, and the model is a plain one afterwards; rows.py has it in other loops."
 
-import pytest
+import copy
+
+import pytest, torch
 from fastai.learner import load_learner
+from torch import nn
 
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.insight.sample import round_as
+from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.precisions import fastest_native, fp8
-from training.rows import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, is_outside_a_fit, learner, loaders, params, python, replaced, same, told
+from training.rows import BF16, FP32, in_torchao, make, wide
 
 pytestmark = pytest.mark.torchao
 BODY = ['1', '2']  # layers of `wide` that can compute in FP8
@@ -95,8 +100,10 @@ def test_outside_training():
 WITHOUT = '''
 import sys
 sys.modules['torchao'] = None
+import torch
 from fastai.learner import load_learner
-from training.rows import *
+from helpers import learner
+from training.rows import wide
 path = {path!r}
 for learn in (learner(wide(), path=path).load('model'), load_learner(path + '/export.pkl')):
     assert torch.equal(learn.model(torch.ones(2, 6)), torch.load(path + '/expected.pt'))

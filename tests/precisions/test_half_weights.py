@@ -1,11 +1,20 @@
 "16-bit weights: with master weights the numbers of autocast, flat or not; without them, bf16 weights in a fit."
 
+import copy
+from functools import partial
+
 import fastai.callback.schedule  # noqa: F401  patches Learner
-import pytest
-from fastai.optimizer import Lamb, QHAdam, RAdam, RMSProp
+import pytest, torch
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.learner import Learner
+from fastai.optimizer import SGD, Adam, Lamb, OptimWrapper, QHAdam, RAdam, RMSProp
+from torch import nn
 from torch.nn.utils import prune
 
-from training.rows import *
+from fastxtend_amp import kahan
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, is_outside_a_fit, learner, linear, loaders, mlp, opt_state, params, same
+from training.rows import BF16, FP32, OPTS, differences, result, third
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*16-bit.*')
 OWN = {**OPTS, 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD}

@@ -2,11 +2,12 @@
 
 import math
 
-import pytest
+import pytest, torch
 
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.devices.fp32_settings import FP32_SETTINGS, TF32_SETTINGS, fp32_settings, get_fp32_setting
-from training.rows import *
+from helpers import At, finite, is_outside_a_fit, learner, loaders
+from training.rows import FP32, TO, net, third
 
 
 def values():

@@ -3,8 +3,7 @@
 import os
 from importlib.util import find_spec
 
-import pandas as pd
-import pytest, torch
+import pandas as pd, pytest, torch
 from fastai.learner import Learner
 from sklearn import datasets
 from sklearn.utils import Bunch
@@ -12,7 +11,7 @@ from sklearn.utils import Bunch
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import PRECISIONS
 from fastxtend_amp.tools import check, demo
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
 
 
 @pytest.fixture

@@ -3,19 +3,24 @@
 A new precision, loop or model is a row. `by_hand` is the reference: PyTorch's autocast and GradScaler.
 """
 
-import copy  # noqa: F401  also for those that import these tables
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 from fastai.callback import core
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.optimizer import Lookahead
+from fastai.learner import Learner
+from fastai.optimizer import Adam, Lookahead, OptimWrapper
 from fastai.torch_core import ismin_torch
-from torch import backends
+from fastcore.basics import noop
+from torch import backends, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastxtend_amp import kahan
-from helpers import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import DEVICE, OPTIMIZERS, At, Attentive, autocast_state, learner, loaders, mlp, opt_state, plain_grads
+from helpers import same
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CACHE = None if ismin_torch('2.13') else False  # autocast's, which older versions of PyTorch may fill under `no_grad`

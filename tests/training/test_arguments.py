@@ -2,11 +2,12 @@
 
 import re
 
-import pytest
+import pytest, torch
+from torch import nn
 
-from fastxtend_amp import HalfWeights, fused
+from fastxtend_amp import HalfWeights, MixedPrecision, fused, kahan
 from fastxtend_amp.precisions import BF16 as BF16Precision
-from rows import *
+from helpers import Attentive, learner, told
 
 
 def test_positions_are_those_of_grad_scaler():

@@ -1,13 +1,17 @@
 "What runs in which dtype, and autocast's casts of the weights, which a validation keeps."
 
-import pytest
+import copy
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
+from functools import partial
 
+import pytest, torch
 from fastai.torch_core import TensorImage, ismin_torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rows import *
+from helpers import At, autocast_state, dataset, learner, loaders, mixed, mlp, params, same, told
+from rows import BF16, FP16, FP32, MODELS, OPTS, TO, Once, differences, make, over_batches, process, result
 
 MODES = pytest.mark.parametrize('to', ['fp16', 'bf16'])
 

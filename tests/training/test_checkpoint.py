@@ -1,15 +1,19 @@
 "Files: training goes on bit for bit, plain fastai reads them, and an old file is replaced only by a complete one."
 
-import signal, subprocess, sys
+import copy, signal, subprocess, sys
 from pathlib import Path
 
-import pytest
 import fastai.callback.schedule  # noqa: F401  `lr_find`
+import pytest, torch
 from fastai.data.core import DataLoaders
-from fastai.learner import load_learner
+from fastai.learner import Learner, load_learner
 from fastai.text.learner import TextLearner
+from torch import nn
 
-from rows import *
+import fastxtend_amp
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, finite, is_outside_a_fit, learner, left_on, mlp, params, replaced, same, told
+from rows import FP32, TO, differences, make, result, third
 
 HERE = Path(__file__).parent
 KEY = 'grad_scaler'  # of the state in the file, among the optimizer's
@@ -143,8 +147,9 @@ def test_a_full_disk_keeps_the_old_file(to, tmp_path, monkeypatch):
 
 
 RESUME = '''
-import os, shutil, signal
-from test_checkpoint import *
+import os, shutil, signal, torch
+from pathlib import Path
+from rows import make, result
 path = Path(<path>)
 torch.set_num_threads(1)  # as in the test's process: the order of sums depends on it
 for to, opt in <rows>:
@@ -334,7 +339,8 @@ def patch(cls, name):
         return original(self, *args, **kwargs)
     setattr(cls, name, other)
 for name in ('save', 'load', 'export', '_step'): patch(fl.Learner, name)
-from rows import *
+from helpers import loaders
+from rows import make
 for to in ('fp32', 'bf16', 'fp16'):
     learn = make(to, path=tempfile.mkdtemp(), dls=loaders(4))
     learn.fit(1)

@@ -2,12 +2,15 @@
 
 import shutil
 
-import pytest
+import pytest, torch
+from fastai.callback import core
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch import config
 
-from rows import *
+from helpers import At, loaders, mlp, plain_grads, same
+from rows import BF16, EXTRA, FP16, FP32, TO, To, find, make, seen_in_steps
 
 
 class GradModes(nn.Sequential):

@@ -1,9 +1,17 @@
 "Bit for bit the numbers of a hand-written PyTorch loop: each loop, model, precision and optimizer of rows.py."
 
-import pytest
+import pytest, torch
+from fastai.callback import core
+from fastai.callback.training import GradientAccumulation
+from fastai.learner import Learner
+from fastcore.basics import noop
+from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rows import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, finite, is_outside_a_fit, learner, mlp, params, plain_grads, same
+from rows import EXTRA, LOOPS, MODELS, OPTS, TO, Loop, by_hand, differences, find, keeps, largest, make, more
+from rows import seen_in_steps, third, trained
 
 
 def cases():

@@ -3,11 +3,14 @@
 import csv
 
 import pytest
+from fastai.callback import core
 from fastai.callback.progress import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 
 from fastxtend_amp import LossScaleMetric, SkippedStepsMetric
-from rows import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, learner, loaders, spoil_at
+from rows import EXTRA, OPTS, To, make
 
 BOTH = [LossScaleMetric, SkippedStepsMetric]
 

@@ -1,10 +1,21 @@
 "Whatever ends a fit, a batch or a step: nothing stays open, no gradient stays scaled, and the next fit trains."
 
-import pytest
+import copy
 
+import pytest, torch
+from fastai.callback import core
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation
+from fastai.learner import Learner
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
+from fastcore.basics import noop
+from torch import nn
 
-from rows import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import DEVICE, OPTIMIZERS, At, finite, is_outside_a_fit, learner, left_on, loaders, output_dtypes, params
+from helpers import same, spoil_at, told
+from rows import BATCH, BETWEEN, BF16, EXTRA, FP32, LOOPS, TO, Once, To, differences, find, largest, make, process
+from rows import seen_in_steps, third, trained
 
 # -- exceptions
 

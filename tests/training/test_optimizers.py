@@ -1,11 +1,15 @@
 "`fused`: torch's fused optimizers under fastai's schedules."
 
+from functools import partial
+
 import fastai.callback.schedule  # noqa: F401  patches Learner
-import pytest
+import pytest, torch
+from fastai.optimizer import OptimWrapper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastxtend_amp import fused
-from rows import *
+from helpers import learner
+from rows import TO, differences, result
 
 
 @pytest.mark.parametrize(

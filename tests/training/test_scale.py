@@ -1,11 +1,20 @@
 "The life of the loss scale: fits, states, copies, `lr_find`, cancelled steps, and stretches of bad data."
 
-import math, pickle
+import copy, math, pickle
+from functools import partial
 
 import fastai.callback.schedule  # noqa: F401  patches Learner
-import pytest
+import pytest, torch
+from fastai.callback import core
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientClip
+from fastai.learner import Learner
+from fastcore.basics import noop
+from torch import nn
 
-from rows import *
+from fastxtend_amp import MixedPrecision
+from helpers import DEVICE, OPTIMIZERS, At, Data, dataset, finite, learner, loaders, params, same, spoil_at, told
+from rows import ODD, OPTS, SCALING, differences, largest, make, net, over_batches, result, third, trained
 
 NAN = float('nan')
 

@@ -1,11 +1,18 @@
 "A skipped step leaves no trace: in weights, optimizer and buffers all is as if the batch had not been there."
 
+from functools import partial
 from itertools import product
 
-import pytest
-
+import pytest, torch
+from fastai.callback import core
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.optimizer import SGD, OptimWrapper
 from fastcore.foundation import L
-from rows import *
+from torch import nn
+
+from helpers import At, Data, dataset, finite, learner, linear, loaders, mlp, params, same, spoil_at, told
+from rows import EXTRA, OPTS, TO, Once, Zeroes, differences, find, largest, make, over_batches, result, third
 
 INF = float('inf')
 MODES = ['static', 'skipping']

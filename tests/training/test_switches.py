@@ -1,11 +1,19 @@
 "Which precision is on: the last `to_*` call counts, also in the middle of a batch; contexts for a while."
 
-import pytest
-from fastai.callback import fp16 as fastai_fp16
-from fastai.callback.channelslast import ChannelsLast
+import copy
 
+import pytest, torch
+from fastai.callback import core, fp16 as fastai_fp16
+from fastai.callback.channelslast import ChannelsLast
+from fastai.callback.training import GradientAccumulation
+from torch import nn
+
+from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import FP16 as FP16Precision
-from rows import *
+from fastxtend_amp.training.loop import precision_callback
+from helpers import At, finite, is_outside_a_fit, learner, left_on, linear, mixed, output_dtypes, replaced, set_support
+from helpers import told
+from rows import BATCH, BF16, FP16, FP32, TO, differences, largest, make, process, result, seen_in_steps, third
 
 ORDERS = [(event, order) for event in BATCH for order in (9, 40)]
 SWITCHES = [(a, b) for a in ('fp32', 'bf16', 'fp16', 'flat fp16') for b in ('fp32', 'bf16', 'fp16') if a != b]
