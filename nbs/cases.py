@@ -142,12 +142,8 @@ class PlainRMSNorm(nn.Module):
 
 class InstanceNorm(nn.Module):
     "Instance normalization without a cast to fp32: the variance of values around 512 is above 65,504."
-    def __init__(self, size=512.):
-        super().__init__()
-        self.size = size
-
     def forward(self, x):
-        x = x * self.size
+        x = x * 512
         return (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, keepdim=True) + 1e-5)
 
 
@@ -294,14 +290,10 @@ class Faces(nn.Module):
 
 
 class FiniteScalars(nn.Module):
-    "FSQ: each value is rounded to one of many levels; the gradient passes the rounding by."
-    def __init__(self, levels=2000):
-        super().__init__()
-        self.levels = levels
-
+    "FSQ: each value is rounded to one of 4,001 levels; the gradient passes the rounding by."
     def forward(self, x):
-        x = x.tanh() * self.levels
-        return (x + (x.round() - x).detach()) / self.levels
+        x = x.tanh() * 2000
+        return (x + (x.round() - x).detach()) / 2000
 
 
 class Keypoints(nn.Module):

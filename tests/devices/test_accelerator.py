@@ -21,9 +21,7 @@ from helpers import same, spoil_at, told
 from training import rows
 
 CPU = torch.device('cpu')
-SCALING = dict(init_scale=2.0**20, growth_interval=3)  # overflows at the start and whenever it has grown
 CALM = dict(init_scale=256.0)
-
 
 pytestmark = pytest.mark.usefixtures('device')
 
@@ -60,11 +58,10 @@ def assert_alike(a, b):
     states = [cb and cb.state_dict() for cb in map(precision_callback, (a, b))]
     assert states[0] == states[1]
     if is_installed():
-        on_cpu = [tree_map_only(torch.Tensor, torch.Tensor.cpu, {**rows.result(l), 'scales': []}) for l in (a, b)]
+        on_cpu = [tree_map_only(torch.Tensor, torch.Tensor.cpu, {**rows.end_state(l), 'scales': []}) for l in (a, b)]
         assert rows.differences(*on_cpu) == []
     tol = 1e-6 if places(a) == places(b) else 0.05
-    for x, y in zip(params(a), params(b), strict=True):
-        torch.testing.assert_close(x.cpu(), y.cpu(), rtol=tol, atol=tol)
+    torch.testing.assert_close(params(a), params(b), check_device=False, rtol=tol, atol=tol)
 
 
 # -- training
@@ -80,23 +77,25 @@ def test_numbers_are_the_cpus(mode, opt, device):
 
     A second fit clips and accumulates. A module is kept in fp32.
     """
-    tol, pair, curves = 0 if is_installed() else 0.05, [], []
+    pair, losses = [], []
     for place in (device, CPU):
-        learn = build(mode, opt, place, SCALING, without_bias(), cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None)
+        learn = build(
+            mode, opt, place, rows.SCALING, without_bias(), cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None
+        )
         if mode == 'bf16':
             learn.to_bf16(fp32_modules='3')
         dtypes = output_dtypes(learn, learn.model[0], learn.model[3])
         learn.fit(2, 0.01)
-        curves.append(torch.stack(learn.recorder.losses).cpu())
+        losses.append(torch.tensor([*learn.recorder.losses, learn.validate()[0]]))
         assert places(learn) == {place.type} and learn.get_preds()[0].dtype is torch.float32
         assert mode != 'bf16' or dtypes == 12 * [torch.bfloat16, torch.float32]
         pair.append(learn)
     there, here = pair
-    assert torch.allclose(*curves, rtol=tol) and there.validate()[0] == pytest.approx(here.validate()[0], rel=tol)
+    assert torch.allclose(*losses, rtol=0 if is_installed() else 0.05)
     assert_alike(there, here)
     if mode == 'fp16':
-        assert there.mixed_precision.scales == here.mixed_precision.scales and len(there.mixed_precision.scales) == 12
-        assert there.mixed_precision.skips == here.mixed_precision.skips and sum(here.mixed_precision.skips) >= 4
+        a, b = (learn.mixed_precision for learn in pair)
+        assert a.scales == b.scales and a.skips == b.skips and len(a.scales) == 12 and sum(a.skips) >= 4
     for learn in pair:
         learn.fit(1, 0.01, cbs=[GradientAccumulation(8), GradientClip(0.1)])
     assert_alike(there, here)
@@ -107,15 +106,13 @@ def test_numbers_are_the_cpus(mode, opt, device):
     [
         ('after_pred', 'bf16', 'adam'),
         ('after_loss', 'fp16', 'adam'),
-        ('after_backward', 'fp16', 'fused adamw'),
         ('before_step', 'fp16', 'fused adamw'),
         ('after_step', 'fp16', 'adam'),
-        ('after_batch', 'fp16', 'fused adamw'),
         ('after_epoch', 'fp16', 'fused adamw'),
     ],
 )
-def test_after_an_exception_nothing_is_left_and_training_goes_on_on_another_device(event, mode, opt, device):
-    "The history of both devices is read, in each epoch, by `scales`, and by a copy."
+def test_training_goes_on_elsewhere_after_an_exception(event, mode, opt, device):
+    "Nothing is left open. The history of both devices is read, in each epoch, by `scales`, and by a copy."
     learn, before = build(mode, opt), autocast_state()
     with learn.amp_context():
         assert torch.is_autocast_enabled(device.type)
@@ -135,8 +132,8 @@ def test_after_an_exception_nothing_is_left_and_training_goes_on_on_another_devi
     assert copy.deepcopy(learn).mixed_precision.scales == learn.mixed_precision.scales
 
 
-def test_a_scale_that_falls_to_0_on_the_device_lets_no_nan_pass(sim):
-    "As the host learns of the skips at the end of the epoch; it starts the scale again."
+def test_a_scale_that_falls_to_0_starts_again(sim):
+    "No NaN passes until the host learns of the skips, at the end of the epoch."
     learn = build('fp16', 'fused adamw', scaling=dict(init_scale=256.0, backoff_factor=2.0**-40))
     told(lambda: learn.fit(2, 0.01, cbs=spoil_at(1, 2, 3, 4)))  # the first step creates the state
     assert learn.mixed_precision.skips == [False] + [True] * 4 + [False] * 7
@@ -148,20 +145,19 @@ def test_a_scale_that_falls_to_0_on_the_device_lets_no_nan_pass(sim):
 
 @pytest.mark.parametrize(
     'mode, opt',
-    [('fp32', 'adam'), ('bf16', 'fused adamw')] + [('fp16', o) for o in ('adamw', 'fused adamw', 'lookahead')],
+    [('fp32', 'adam'), ('bf16', 'fused adamw')] + [('fp16', opt) for opt in ('adamw', 'fused adamw', 'lookahead')],
 )
 def test_files_and_copies(mode, opt, tmp_path, device):
     """Training goes on in a new learner, whose model is still on the CPU, as it does without the file.
 
-    On the device, also from the CPU and back; in the middle of a fit; in copies; as an export, on the CPU.
+    On the device, also from the CPU and back; in copies; as an export, on the CPU.
     """
     for first, then in ((CPU, device), (device, CPU), (device, device)):
-        straight = build(mode, opt, first, SCALING, without_bias(), path=tmp_path)
+        straight = build(mode, opt, first, rows.SCALING, without_bias(), path=tmp_path)
         straight.fit(1, 0.01)
         straight.save('half way')
-        saved = params(straight)
         straight.fit(1, 0.01)
-        second = build(mode, opt, then, SCALING, without_bias(), path=tmp_path)
+        second = build(mode, opt, then, rows.SCALING, without_bias(), path=tmp_path)
         [nn.init.ones_(p) for p in second.model.parameters()]
         second.load('half way')
         twins = [pickle.loads(pickle.dumps(second)), copy.deepcopy(second)]
@@ -173,8 +169,6 @@ def test_files_and_copies(mode, opt, tmp_path, device):
     exported = load_learner(tmp_path / 'export.pkl', cpu=True)
     assert places(exported) == {'cpu'} and places(straight) == {device.type}
     assert same([p.cpu() for p in params(straight)], params(exported))
-    straight.fit(2, 0.01, cbs=At('after_epoch', lambda l: l.load('half way')))
-    assert same(params(straight), saved)
 
 
 # -- synchronizations: the numbers in the documentation come from here
@@ -188,9 +182,10 @@ def test_files_and_copies(mode, opt, tmp_path, device):
         ('bf16', {'skip_nonfinite': True}, 'fused adamw', 0, 1),
         *(('fp16', CALM, opt, 1, 1) for opt in ('sgd', 'adam', 'adamw', 'torch sgd')),
         *(('fp16', CALM, opt, 0, 1) for opt in ('fused adamw', 'fused sgd')),
+        ('fp16', {'loss_scale': 0.25}, 'adam', 1, 1),
     ],
 )
-def test_waits_beyond_fp32(mode, options, opt, a_step, an_epoch, sim):
+def test_synchronizations_beyond_fp32(mode, options, opt, a_step, an_epoch, sim):
     """Also with a skipped step, which leaves finite buffers: an input of each epoch's fourth batch is infinite.
 
     In the second epoch of a second fit, because the first step creates the optimizer state.
@@ -218,7 +213,7 @@ def test_waits_beyond_fp32(mode, options, opt, a_step, an_epoch, sim):
 
 
 @pytest.mark.parametrize('has', ['fp16', 'bf16', 'fp32'])
-def test_a_device_without_bf16_or_fp16_or_both(has, device, sim, monkeypatch, capsys):
+def test_a_device_that_lacks_a_dtype(has, device, sim, monkeypatch, capsys):
     dtype = {'fp16': torch.float16, 'bf16': torch.bfloat16}.get(has, torch.float32)
     monkeypatch.setattr(options, 'amp_dtypes', [dtype])
     support = precision_support(device).set_index('precision').support
@@ -235,10 +230,9 @@ def test_a_device_without_bf16_or_fp16_or_both(has, device, sim, monkeypatch, ca
     assert seen[0] is dtype and not torch.is_autocast_enabled(device.type)
 
 
-def test_tensors_of_two_devices_do_not_come_together(device, sim):
-    "What a device must do for the tests above to be meaningful."
+def test_the_simulated_device_mixes_with_no_other(device, sim):
     with pytest.raises(RuntimeError, match='Expected all tensors to be on the same device'):
-        torch.ones(2, device=device) + torch.ones(2, device='cpu')
+        torch.ones(2, device=device) + torch.ones(2)
 
 
 class OnTwo(nn.Module):
@@ -258,21 +252,15 @@ class OnTwo(nn.Module):
 
 @pytest.mark.parametrize('spoilt', [0, 2])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_a_step_is_skipped_whole_in_a_model_on_two_devices(opt, spoilt, sim):
-    weights, skipped = [], {}
+def test_a_model_on_two_devices_skips_the_whole_step(opt, spoilt, sim):
+    weights = []
 
     def spoil(l):
         if l.train_iter == 3:
             [*l.model.parameters()][spoilt].grad.view(-1)[0] = float('inf')
 
-    cbs = [
-        At('after_backward', spoil, 5),
-        # Before the step itself, unless the CPU has skipped it.
-        At('before_step', lambda l: skipped.update({l.train_iter: bool(l.mixed_precision.skipped)}), 12),
-        At('after_batch', lambda l: l.training and weights.append([p.cpu() for p in params(l)]), 20),
-    ]
-    learn = build('fp16', opt, model=OnTwo(), cbs=cbs)
+    look = At('after_batch', lambda l: l.training and weights.append([p.cpu() for p in params(l)]), 20)
+    learn = build('fp16', opt, model=OnTwo(), cbs=[At('after_backward', spoil, 5), look])
     learn.fit(1, 0.01)
     assert learn.mixed_precision.skips == [i == 3 for i in range(6)]
-    assert skipped == {i: i == 3 for i in skipped} and len(skipped) >= 5
-    assert [same(a, b) for a, b in zip(weights, weights[1:])] == [i == 3 for i in range(1, 6)]
+    assert [same(a, b) for a, b in zip(weights, weights[1:])] == learn.mixed_precision.skips[1:]

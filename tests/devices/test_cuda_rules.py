@@ -95,7 +95,7 @@ def test_functions_follow_their_group(group, call):
     assert found is (torch.bfloat16 if group in ('low', 'widest of half') else torch.float32)
 
 
-def test_in_place_fp64_and_integers_are_left_alone_and_bce_raises_as_on_cuda():
+def test_what_autocast_leaves_alone_and_forbids():
     with cuda_rules(), torch.autocast('cpu', torch.bfloat16):
         assert torch.ones(2, 2).addmm_(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
         assert torch.ones(2).double().exp().dtype is torch.float64 and torch.ones(2).long().sum().dtype is torch.int64
@@ -103,7 +103,7 @@ def test_in_place_fp64_and_integers_are_left_alone_and_bce_raises_as_on_cuda():
             F.binary_cross_entropy(torch.rand(2), torch.rand(2))
 
 
-def test_operators_of_others_that_only_cuda_has_in_autocast_run_in_fp32():
+def test_operators_of_torchvision_run_in_fp32():
     x, weight = torch.randn(1, 2, 4, 4).bfloat16(), torch.randn(3, 2, 1, 1)
     offset, boxes = torch.zeros(1, 2, 4, 4), torch.tensor([[0.0, 0, 0, 3, 3]])
     with cuda_rules(), torch.autocast('cpu', torch.bfloat16):
@@ -168,7 +168,7 @@ def test_a_report_for_a_gpu(f, side, mode, on_cpu, on_cuda, why):
     assert softmax_dtype() is torch.bfloat16  # from here on, the CPU's rules apply again
 
 
-def test_the_report_answers_for_no_other_device_but_the_learners_own():
+def test_devices_that_the_report_accepts():
     own, named = (learner().precision_report('bf16', **given) for given in ({}, {'device': torch.device('cpu')}))
     assert repr(own) == repr(named) and not any('CUDA' in note for note in named.notes)
     for device in ('xpu', 'gpu', 0, 'mps:0'):

@@ -314,7 +314,7 @@ def test_on_two_ranks(name, kind, arg, job):
 
 
 @pytest.mark.parametrize('opt', TWO)
-def test_a_single_process_goes_on_from_the_file_of_a_sharded_learner(opt, job):
+def test_one_process_reads_a_sharded_learners_file(opt, job):
     path = job[1]
     saved = torch.load(path / 'models' / f'fsdp {opt}.pth', weights_only=False)['model'].values()
     learn = build('plain', 'fp16', opt, path=path, init_scale=2.0).load(f'fsdp {opt}')

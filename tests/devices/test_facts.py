@@ -108,7 +108,7 @@ WITHOUT_RULE += [('privateuseone', 'unsupported', 'has not registered')]
 
 @pytest.mark.parametrize('device, bf16, why', WITHOUT_RULE)
 def test_devices_without_a_rule(device, bf16, why):
-    "PyTorch has autocast for the first, does not know it for the second, and raises an error for the third."
+    "PyTorch has autocast for the first, does not know it for the second, and raises an error for the third_batch."
     table = precision_support(device).set_index('precision')
     assert (table.support['bf16'], table.support['tf32']) == (bf16, 'unsupported') and why in table.why['bf16']
 

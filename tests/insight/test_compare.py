@@ -24,7 +24,7 @@ from fastxtend_amp.insight.calls import Call, advised, like_own, own_precision
 from fastxtend_amp.insight.recommendation import Speed, recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from fastxtend_amp.training.loop import precision_callback
-from helpers import dataset, OPTIMIZERS, At, Attentive, Data, learner, linear, loaders, mlp, params, set_support
+from helpers import OPTIMIZERS, At, Attentive, Data, dataset, learner, linear, loaders, mlp, params, set_support
 from states import ASK, Act, Costs, Gives, InStep, Unpacks, bits, fills, rich, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both

@@ -54,7 +54,7 @@ def test_a_device_without_autocast(monkeypatch):
 # -- the warning about emulation
 
 
-def test_an_emulated_mode_warns_once_for_a_learner_at_the_users_line(monkeypatch):
+def test_emulation_warns_once_at_the_users_line(monkeypatch):
     set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
     learn = learner().to_fp16()
     with pytest.warns(UserWarning, match=r"(?s)fp16 is emulated on device 'cpu'.*learn\.to_amp\(\)") as caught:
@@ -90,7 +90,7 @@ class Fills(nn.Linear):
     'make, scale, note',
     [(lambda: Fills(6, 1), 1.0, 'report'), (lambda: nn.Linear(7, 1), 1.0, ''), (mlp, 1e30, 'Switch off')],
 )
-def test_an_error_about_dtypes_or_of_anomaly_detection_says_what_to_do(make, scale, note):
+def test_errors_of_pytorch_say_what_to_do(make, scale, note):
     with torch.autograd.set_detect_anomaly(scale > 1), pytest.raises(RuntimeError) as e:
         learner(make()).to_fp16(init_scale=scale).fit(1)
     notes = getattr(e.value, '__notes__', [])

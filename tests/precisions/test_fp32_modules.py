@@ -130,7 +130,7 @@ def test_other_kinds_of_modules():
     assert vars(own[0])['forward'] is given
 
 
-def test_a_module_whose_forward_never_runs_is_named_with_its_parent():
+def test_a_module_that_never_runs_is_named():
     class Net(nn.MultiheadAttention):
         def forward(self, x):
             return super().forward(x, x, x)[0][:, :1]
@@ -144,7 +144,7 @@ def test_a_module_whose_forward_never_runs_is_named_with_its_parent():
 # -- how long
 
 
-def test_only_while_a_fit_a_validation_or_amp_context_runs():
+def test_only_in_a_fit_a_validation_or_amp_context():
     learn, found = learner(Attentive()).to_bf16(fp32_modules=['attn', nn.LayerNorm]), []
     for event in ('after_pred', 'after_batch', 'after_validate'):
         learn.add_cb(At(event, lambda l: found.append(replaced(l.model)), 40))
@@ -163,7 +163,7 @@ def test_only_while_a_fit_a_validation_or_amp_context_runs():
     learn.fit(1, cbs=At('before_fit', in_context, 20))
 
 
-def test_the_last_call_counts_and_each_learner_on_a_model_has_its_own():
+def test_each_learner_on_a_model_has_its_own():
     first = learner(noting()).to_bf16(fp32_modules='1')
     first.fit(1)
     other = learner(first.model)

@@ -184,7 +184,7 @@ def test_the_report_rounds_as_torchao_does():
         assert relative_error(ours, expected) < 0.1 * max(relative_error(bf16, expected), 0.05)
 
 
-def test_the_report_names_the_layers_and_the_comparison_has_a_row():
+def test_a_report_and_a_comparison():
     learn = learner(wide()).to_fp8(modules='1', fp32_modules='4')
     report, before = learn.precision_report(['fp8', 'bf16']), params(learn)
     assert (

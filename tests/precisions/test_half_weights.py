@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from fastxtend_amp import kahan
 from fastxtend_amp.training.loop import precision_callback
 from helpers import At, is_outside_a_fit, learner, linear, loaders, mlp, opt_state, params, same
-from training.rows import BF16, FP32, OPTS, differences, result, third
+from training.rows import BF16, FP32, OPTS, differences, end_state, third_batch
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*16-bit.*')
 OWN = {**OPTS, 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD}
@@ -43,7 +43,7 @@ def after(learn, n=2):
 
 
 def alike(*learners):
-    first, *others = map(result, learners)
+    first, *others = map(end_state, learners)
     return all(differences(first, other) == [] for other in others)
 
 
@@ -201,7 +201,7 @@ def test_a_file_loaded_in_a_fit_is_loaded_exactly(event, with_opt, tmp_path):
     best.save('best')
     with torch.no_grad():
         [p.mul_(300.0) for p in learn.model.parameters()]  # with a large compensation
-    load = At(event, lambda l: (event != 'after_batch' or third(l)) and l.load('best', with_opt=with_opt), 80)
+    load = At(event, lambda l: (event != 'after_batch' or third_batch(l)) and l.load('best', with_opt=with_opt), 80)
     learn.to_half_weights(**NONE).fit(1, 1e-6, cbs=load)
     tol = 1e-3 * (event == 'after_batch')
     for p, q in zip(params(learn), params(best)):

@@ -4,10 +4,10 @@ import math
 
 import pytest, torch
 
-from fastxtend_amp import AMPMode, precision_support
+from fastxtend_amp import precision_support
 from fastxtend_amp.devices.fp32_settings import FP32_SETTINGS, TF32_SETTINGS, fp32_settings, get_fp32_setting
 from helpers import At, finite, is_outside_a_fit, learner, loaders
-from training.rows import FP32, TO, net, third
+from training.rows import FP32, TO, net, third_batch
 
 
 def values():
@@ -41,13 +41,13 @@ def test_operators_run_in_tf32_forward_and_backward(users, with_tf32):
         assert seen == [FP32] * 9 and values() == before
 
 
-def test_a_validation_in_a_fit_and_a_switch_in_mid_fit(with_tf32):
+def test_a_validation_and_a_switch_in_a_fit(with_tf32):
     before, (learn, seen) = values(), noting()
     learn.to_tf32().fit(1, cbs=At('after_train', lambda l: l.validate(), 20))
     assert {*seen} == {FP32} and values() == before
     for start, to, dtypes in (('tf32', 'fp32', [FP32, False]), ('bf16', 'tf32', [False, FP32])):
         seen.clear()
-        TO[start](learn).fit(1, cbs=At('before_batch', lambda l: third(l) and TO[to](l)))
+        TO[start](learn).fit(1, cbs=At('before_batch', lambda l: third_batch(l) and TO[to](l)))
         assert seen == dtypes[:1] * 6 + dtypes[1:] * 8 and values() == before
 
 
@@ -74,12 +74,3 @@ def test_a_loss_that_is_not_finite_in_tf32(on_overflow, with_tf32, capsys):
         assert 'The next batches train with `learn.to_fp32()`' in capsys.readouterr().out
         assert learn.mixed_precision.amp_mode is None
         assert learn.mixed_precision.skips == [False, True] and finite(learn)
-
-
-def test_in_a_comparison(with_tf32):
-    learn = learner()
-    found = learn.compare_precision(['tf32', 'bf16'], 4, n_seeds=0)
-    tf32, fp32, bf16 = (found.losses[name] for name in ('tf32', 'fp32', 'bf16'))
-    assert tf32 == fp32[: len(tf32)] and bf16[0] != fp32[0]  # on a CPU; what is slow leaves the rounds early
-    found.apply(learn, 'tf32')
-    assert learn.mixed_precision.amp_mode is AMPMode.TF32 and learn.mixed_precision.state_dict() == {}

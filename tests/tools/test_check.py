@@ -179,7 +179,7 @@ def test_on_xla(short, checked):
     assert status == 0, out
 
 
-def test_settings_of_fp32_that_are_not_the_default_are_named():
+def test_unusual_fp32_settings_are_named():
     torch.backends.mkldnn.matmul.fp32_precision = 'bf16'
     try:
         assert "`torch.backends.mkldnn.matmul.fp32_precision` is 'bf16'" in check.head(torch.device('cpu'))

@@ -208,26 +208,26 @@ class Once:
         self.busy = False
 
 
-def third(learn):
+def third_batch(learn):
     "Whether this is the third training batch of an epoch."
     return learn.training and learn.iter == 2
 
 
-def keeps(self):
+def backward_and_step(self):
     "`_do_grad_opt` that zeroes no gradient: each step sees the sum of all so far."
     self._with_events(self._backward, 'backward', core.CancelBackwardException)
     self._with_events(self._step, 'step', core.CancelStepException)
 
 
 class Keeps(Learner):
-    _do_grad_opt = keeps
+    _do_grad_opt = backward_and_step
 
 
 class Zeroes(Learner):
     "As fastai's own."
 
     def _do_grad_opt(self):
-        keeps(self)
+        backward_and_step(self)
         self.opt.zero_grad()
 
 
@@ -275,7 +275,7 @@ class Twice(Learner):
         super()._backward()
 
 
-def more(scale):
+def extra_backward(scale):
     "A callback that back-propagates the loss once more, scaled by `scale(learn)`."
     return lambda: [At('before_backward', lambda l: scale(l)(l.loss_grad).backward(retain_graph=True), 5)]
 
@@ -354,12 +354,12 @@ LOOPS = {
     'own one_batch': Loop(cls=OwnBatch),
     'own scaling': Loop(cls=ScalesItself),
     'two passes': Loop(cls=Twice, by_hand=dict(n_forward=2)),
-    'more backward': Loop(more(lambda l: l.scaler.scale), by_hand=dict(n_backward=2)),
-    'scale_loss': Loop(more(lambda l: l.mixed_precision.scale_loss), by_hand=dict(n_backward=2)),
+    'more backward': Loop(extra_backward(lambda l: l.scaler.scale), by_hand=dict(n_backward=2)),
+    'scale_loss': Loop(extra_backward(lambda l: l.mixed_precision.scale_loss), by_hand=dict(n_backward=2)),
     'patched _step': Loop(train=patched_step),
     'wrapped step': Loop(train=wrapped_step),
     'validations inside': Loop(validations),
-    'another fit inside': Loop(lambda: [At('after_batch', Once(another_fit, third), 80)]),
+    'another fit inside': Loop(lambda: [At('after_batch', Once(another_fit, third_batch), 80)]),
     'kept gradients': Loop(cls=Keeps, by_hand=KEPT, calm=True),
     'kept by zero_grad': Loop(train=without_zeroing, by_hand=KEPT, calm=True),
 }
@@ -388,7 +388,7 @@ def outcome(model, opt, losses, scales, state):
     return dict(weights=tensors, optimizer=opt_state(opt), losses=losses, scales=scales, scale=scale)
 
 
-def result(learn, losses=()):
+def end_state(learn, losses=()):
     cb = precision_callback(learn)
     scales, state = (cb.scales, cb.state_dict()) if cb and cb.state_dict() else ([], {})
     return outcome(learn.model, learn.opt, [*losses], scales, state)
@@ -398,7 +398,7 @@ def trained(to='fp32', model='mlp', loop='fit', opt=None, **kwargs):
     losses, learn = [], make(to, model, loop, opt, **kwargs)
     learn.add_cb(At('after_batch', lambda l: l.training and losses.append(l.loss.item()), 39))
     LOOPS[loop].train(learn)
-    return learn, result(learn, losses)
+    return learn, end_state(learn, losses)
 
 
 def by_hand(to='fp32', model='mlp', opt=None, n_acc=None, clip=None, n_forward=1, n_backward=1, keep=False):

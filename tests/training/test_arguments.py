@@ -100,7 +100,7 @@ def test_arguments_that_cannot_be_used(expected):
     assert '\n'.join(lines) == expected('arguments')
 
 
-def test_fastais_own_callback_warns_once_while_this_package_is_imported():
+def test_fastais_own_callback_warns_once():
     from fastai.callback.fp16 import MixedPrecision as Fastais
     from fastxtend_amp import messages
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import At, autocast_state, dataset, learner, loaders, mixed, mlp, params, same, told
-from rows import BF16, FP16, FP32, MODELS, OPTS, TO, Once, differences, make, over_batches, process, result
+from rows import BF16, FP16, FP32, MODELS, OPTS, TO, Once, differences, end_state, make, over_batches, process
 
 MODES = pytest.mark.parametrize('to', ['fp16', 'bf16'])
 
 
 @MODES
-def test_forward_and_loss_run_in_low_precision_and_the_rest_in_fp32(to):
+def test_what_runs_in_low_precision(to):
     dtype, seen = TO[to].dtype, set()
 
     def loss(pred, targ):
@@ -72,12 +72,12 @@ def test_callbacks_can_enter_autocast_in_a_fit(to):
     "As fastai's own callback lets them: one that compiles or allocates before the first batch."
     learn, seen, before = make(to), [], process()
 
-    def use(l):
+    def predict(l):
         with (outer := l.mixed_precision.autocast), l.mixed_precision.autocast as inner:
             assert inner is not outer
             seen.append(l.model(torch.ones(2, 6)).dtype)
 
-    learn.fit(1, cbs=[At('before_fit', use, 11), At('after_epoch', use)])
+    learn.fit(1, cbs=[At('before_fit', predict, 11), At('after_epoch', predict)])
     assert seen == [TO[to].dtype] * 2 and process() == before and learn.mixed_precision.autocast is None
 
 
@@ -131,7 +131,7 @@ def test_16_bit_parameters_that_are_trained_become_fp32(to, opt):
     said = told(lambda: learn.fit(2, 0.01), '16-bit')
     wanted.fit(2, 0.01)
     assert len(said) == 1 and "'0.weight'" in said[0] and learn.model[1].weight.dtype is BF16
-    assert differences(result(learn), result(wanted)) == [] and process() == before
+    assert differences(end_state(learn), end_state(wanted)) == [] and process() == before
     assert not told(lambda: learn.fit(1), '16-bit')
     learn.to_fp32().fit(1)  # the frozen layer as well
     assert {p.dtype for p in params(learn)} == {FP32}

@@ -1,7 +1,6 @@
 "Files: training goes on bit for bit, plain fastai reads them, and an old file is replaced only by a complete one."
 
-import copy, signal, subprocess, sys
-from pathlib import Path
+import copy, signal
 
 import fastai.callback.schedule  # noqa: F401  `lr_find`
 import pytest, torch
@@ -12,19 +11,10 @@ from torch import nn
 
 import fastxtend_amp
 from fastxtend_amp.training.loop import precision_callback
-from helpers import At, finite, is_outside_a_fit, learner, left_on, mlp, params, replaced, same, told
-from rows import FP32, TO, differences, make, result, third
+from helpers import At, finite, is_outside_a_fit, learner, left_on, mlp, params, python, replaced, same, told
+from rows import FP32, TO, differences, end_state, make, third_batch
 
-HERE = Path(__file__).parent
 KEY = 'grad_scaler'  # of the state in the file, among the optimizer's
-
-
-def python(code, **values):
-    "Run a program in its own process."
-    for name, value in values.items():
-        code = code.replace(f'<{name}>', repr(value))
-    paths = f'import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]\n'
-    return subprocess.run([sys.executable, '-W', 'ignore', '-c', paths + code], capture_output=True, text=True)
 
 
 def after_fits(to, path, n=2, opt=None, **kwargs):
@@ -42,7 +32,7 @@ def goes_on_alike(learn, other):
     "Return whether two learners are equal bit for bit, now and after another epoch; history and losses aside."
     found = []
     for _ in range(2):
-        found += differences({**result(learn), 'scales': []}, {**result(other), 'scales': []})
+        found += differences({**end_state(learn), 'scales': []}, {**end_state(other), 'scales': []})
         for l in (learn, other):
             l.fit(1, 0.01)
     return found == []
@@ -104,16 +94,16 @@ def test_weights_only_and_file_objects(tmp_path):
     with open(tmp_path / 'b.pth', 'wb') as f:
         learn.save(f)
     last = make('overflowing').load(tmp_path / 'b')
-    assert differences(result(last), {**result(learn), 'scales': []}) == [] and goes_on_alike(learn, other)
+    assert differences(end_state(last), {**end_state(learn), 'scales': []}) == [] and goes_on_alike(learn, other)
 
 
 @pytest.mark.parametrize('to', ['fp16', 'bf16', 'flat', 'no masters'])
-def test_a_fit_goes_on_from_a_file_that_is_loaded_in_it(to, tmp_path):
+def test_a_file_that_is_loaded_in_a_fit(to, tmp_path):
     best = after_fits(to, tmp_path)
     best.save('a')
     for event in ('after_batch', 'after_train', 'after_epoch'):
         learn = after_fits(to, tmp_path)
-        load = At(event, lambda l: l.load('a') if event != 'after_batch' or third(l) else None, 70)
+        load = At(event, lambda l: l.load('a') if event != 'after_batch' or third_batch(l) else None, 70)
         learn.fit(1, 0.01, cbs=load)
         assert finite(learn) and is_outside_a_fit(learn) and {p.dtype for p in params(learn)} == {FP32}
         assert same(params(learn), params(best)) is (event != 'after_batch')
@@ -124,6 +114,7 @@ def test_a_fit_goes_on_from_a_file_that_is_loaded_in_it(to, tmp_path):
 
 @pytest.mark.parametrize('to', ['bf16', 'fp16'])
 def test_a_full_disk_keeps_the_old_file(to, tmp_path, monkeypatch):
+    "A file that is replaced keeps its mode, and a link its target."
     learn = after_fits(to, tmp_path)
     file = learn.save('a')
     old = file.read_bytes()
@@ -138,24 +129,25 @@ def test_a_full_disk_keeps_the_old_file(to, tmp_path, monkeypatch):
             learn.save('a')
     assert file.read_bytes() == old and [f.name for f in file.parent.iterdir()] == ['a.pth']
     learn.fit(1)
+    file.chmod(0o600)
     learn.save('a')
-    assert file.read_bytes() != old
+    assert file.read_bytes() != old and file.stat().st_mode & 0o777 == 0o600
     link = tmp_path / 'link.pth'
     link.symlink_to(file)  # to a larger disk
     learn.save(tmp_path / 'link')
     assert link.is_symlink()
 
 
+RESUMED = [('overflowing', 'sgd'), ('overflowing', 'fused adamw'), ('bf16', 'adam'), ('overflowing', 'adamw')]
 RESUME = '''
-import os, shutil, signal, torch
+import os, shutil, signal, sys, torch
 from pathlib import Path
-from rows import make, result
-path = Path(<path>)
-torch.set_num_threads(1)  # as in the test's process: the order of sums depends on it
-for to, opt in <rows>:
+from training.rows import end_state, make
+path = Path(sys.argv[1])
+for to, opt in eval(sys.argv[2]):
     learn = make(to, opt=opt, path=path).load(opt)
     learn.fit(2, 0.01)
-    torch.save(result(learn), path / f'{opt}.result')
+    torch.save(end_state(learn), path / f'{opt}.result')
 
 def half_of_it(obj, file, *args, save=torch.save, **kwargs):
     save(obj, file, *args, **kwargs)
@@ -169,19 +161,16 @@ learn.save('killed')
 '''
 
 
-def test_resumed_bit_for_bit_in_a_new_process_which_is_killed_while_it_saves(tmp_path):
-    rows, expected = (
-        [('overflowing', 'sgd'), ('overflowing', 'fused adamw'), ('bf16', 'adam'), ('overflowing', 'adamw')],
-        {},
-    )
-    for to, opt in rows:
+def test_a_new_process_resumes_and_is_killed_while_saving(tmp_path):
+    expected = {}
+    for to, opt in RESUMED:
         learn = after_fits(to, tmp_path, opt=opt)
         learn.save(opt)
         n = len(learn.mixed_precision.scales)
         learn.fit(2, 0.01)
-        expected[opt] = result(learn)
+        expected[opt] = end_state(learn)
         expected[opt]['scales'] = expected[opt]['scales'][n:]
-    done = python(RESUME, path=str(tmp_path), rows=rows)
+    done = python('-c', RESUME, tmp_path, RESUMED)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     for opt, wanted in expected.items():
         assert differences(in_file(tmp_path / f'{opt}.result'), wanted) == []
@@ -203,13 +192,13 @@ class Empty(DataLoaders):
 
 
 WITHOUT = '''
+import sys, warnings, torch
 for name in ('fastxtend_amp', 'helpers', 'rows', 'test_checkpoint'): sys.modules[name] = None  # cannot be imported
-import warnings, torch
 from functools import partial
 from pathlib import Path
 from fastai.basics import *
 from fastai.learner import load_learner
-path = Path(<path>)
+path = Path(sys.argv[1])
 for name, opt in (('adam', Adam), ('fused adamw', partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True)))):
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     learn = Learner(DataLoaders([], []), model, loss_func=nn.MSELoss(), opt_func=opt, path=path)
@@ -244,12 +233,12 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
         learn.dls = Empty()
         told(lambda: learn.export(f'{how}.pkl'))
     torch.save((x, expected), tmp_path / 'expected')
-    done = python(WITHOUT, path=str(tmp_path))
+    done = python('-c', WITHOUT, tmp_path)
     assert done.stdout == 'read 3\n', done.stderr[-2000:]
 
 
 @pytest.mark.parametrize('first', ['fp32', 'bf16'])
-def test_the_loss_scale_continues_if_the_file_is_loaded_first(first, tmp_path):
+def test_a_file_that_is_loaded_before_fp16_is_set(first, tmp_path):
     "Also after `save` and `lr_find` in between. A scale that is given counts more than the file, with one warning."
     learn = after_fits('overflowing', tmp_path)
     learn.save('a')
@@ -276,7 +265,7 @@ def test_the_loss_scale_continues_if_the_file_is_loaded_first(first, tmp_path):
     assert other.mixed_precision.scale == 65536
 
 
-def test_a_copy_of_the_model_made_in_a_fit_is_exported_plain(tmp_path):
+def test_a_model_copied_in_a_fit_is_exported_plain(tmp_path):
     "As an average of weights that takes the model's place afterwards."
     for end in (lambda l: l.to_fp32(), lambda l: told(lambda: l.export('model.pkl'))):
         learn, copies = make('bf16', path=tmp_path).to_bf16(fp32_modules='0'), []
@@ -287,28 +276,14 @@ def test_a_copy_of_the_model_made_in_a_fit_is_exported_plain(tmp_path):
         assert replaced(learn.model) == []
 
 
-def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
-    learn = learner(path=tmp_path).to_bf16()
-    file = learn.save('a')
-    file.chmod(0o600)
-    learn.save('a')
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_an_export_in_a_batch_raises_an_error():
-    learn = learner(cbs=At('after_step', lambda l: l.export('model.pkl'), 20)).to_bf16(fp32_modules='0')
-    with pytest.raises(RuntimeError, match='after_batch'):
-        learn.fit(1)
-
-
 @pytest.mark.parametrize('event', [None, 'after_batch', 'after_epoch'])
 @pytest.mark.parametrize('to', ['fp16', 'bf16', 'flat'])
-def test_an_export_is_in_fp32_and_the_learner_keeps_its_precision(to, event, tmp_path):
+def test_an_export_is_in_fp32(to, event, tmp_path):
     "Also in the middle of a fit."
     learn, files = after_fits(to, tmp_path, metrics=[nn.functional.l1_loss, fastxtend_amp.LossScaleMetric]), []
 
     def export(l):
-        if event != 'after_batch' or third(l):
+        if event != 'after_batch' or third_batch(l):
             told(lambda: l.export('model.pkl'))
             files.append(params(l))
 
@@ -340,7 +315,7 @@ def patch(cls, name):
     setattr(cls, name, other)
 for name in ('save', 'load', 'export', '_step'): patch(fl.Learner, name)
 from helpers import loaders
-from rows import make
+from training.rows import make
 for to in ('fp32', 'bf16', 'fp16'):
     learn = make(to, path=tempfile.mkdtemp(), dls=loaders(4))
     learn.fit(1)
@@ -352,5 +327,5 @@ print(*called)
 
 
 def test_patches_that_were_there_before_are_called_once():
-    done = python(PATCHED)
+    done = python('-c', PATCHED)
     assert done.stdout.splitlines()[-1].split() == ['_step', 'save', 'load', 'export'] * 3, done.stderr[-3000:]

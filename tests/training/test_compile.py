@@ -101,7 +101,7 @@ def test_compiled_once_for_training_and_once_for_validation(to, how, model, n):
     assert learn.mixed_precision.scales == eager.mixed_precision.scales
 
 
-def test_each_precision_is_compiled_once_however_often_it_is_switched():
+def test_each_precision_is_compiled_once():
     "Also after a fit that an exception ended. PyTorch 2.9 does not compile a plain nn.Sequential in place."
     learn = build('bf16', 'wrapped')
     with pytest.raises(ZeroDivisionError):

@@ -10,8 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fastxtend_amp.training.loop import precision_callback
 from helpers import At, finite, is_outside_a_fit, learner, mlp, params, plain_grads, same
-from rows import EXTRA, LOOPS, MODELS, OPTS, TO, Loop, by_hand, differences, find, keeps, largest, make, more
-from rows import seen_in_steps, third, trained
+from rows import EXTRA, LOOPS, MODELS, OPTS, TO, Loop, backward_and_step, by_hand, differences, extra_backward, find
+from rows import largest, make, seen_in_steps, third_batch, trained
 
 
 def cases():
@@ -56,10 +56,10 @@ class StepsTwice(Learner):
     "Two steps in each batch; the second one has the gradients of the first as well."
 
     def _do_grad_opt(self):
-        keeps(self)
+        backward_and_step(self)
         with self.amp_context():
             self.loss_grad = self.loss_func(self.model(*self.xb).float(), *self.yb)
-        keeps(self)
+        backward_and_step(self)
         self.opt.zero_grad()
 
 
@@ -82,7 +82,7 @@ def in_steps(loop='fit', opt=None, f=norm, **kwargs):
     return run
 
 
-def left(then=noop):
+def unfinished(then=noop):
     "Gradients of an unfinished accumulation."
 
     def run(to):
@@ -100,11 +100,11 @@ def cancel(l):
 
 
 def load(l):
-    if precision_callback(l) and third(l):
+    if precision_callback(l) and third_batch(l):
         l.mixed_precision.load_state_dict({**l.mixed_precision.state_dict(), 'scale': 32.0})
 
 
-def another(*cbs):
+def another_epoch(*cbs):
     return lambda l: l.fit(1, 0.01, cbs=[*cbs])
 
 
@@ -130,17 +130,17 @@ TRUE = {
     'a parameter in two groups': in_steps(
         f=lambda l: l.model[3].bias.grad.clone(), splitter=lambda m: [[*m.parameters()], [m[3].bias]]
     ),
-    'left at the end': left(),
-    'left by another fit': left(another()),
-    'left before a validation': left(lambda l: l.validate()),
-    'left before a validation that fails': left(failing),
-    'left to fp32': left(lambda l: l.to_fp32().fit(1, 0.01)),
-    'left to bf16': left(lambda l: l.to_bf16()),
-    'a loss of ones own': left(
-        another(*more(lambda l: l.mixed_precision.scale_loss if precision_callback(l) else noop)())
+    'left at the end': unfinished(),
+    'left by another fit': unfinished(another_epoch()),
+    'left before a validation': unfinished(lambda l: l.validate()),
+    'left before a validation that fails': unfinished(failing),
+    'left to fp32': unfinished(lambda l: l.to_fp32().fit(1, 0.01)),
+    'left to bf16': unfinished(lambda l: l.to_bf16()),
+    'a loss of ones own': unfinished(
+        another_epoch(*extra_backward(lambda l: l.mixed_precision.scale_loss if precision_callback(l) else noop)())
     ),
     'a loss of ones own in the step': in_steps(cbs=[At('before_step', in_the_step, 10.5)]),
-    'a scale that is loaded': left(another(At('after_batch', load, 70))),
+    'a scale that is loaded': unfinished(another_epoch(At('after_batch', load, 70))),
 }
 
 
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_fp32(what):
         torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 
 
-def fails(l, loss):
+def failing_backward(l, loss):
     "A backward pass that ends at the first layer."
 
     def stop(g):
@@ -158,17 +158,17 @@ def fails(l, loss):
 
     hook = next(l.model.parameters()).register_hook(stop)
     with pytest.raises(MemoryError):
-        scaled(l, loss).backward()
+        scaled_loss(l, loss).backward()
     hook.remove()
 
 
-def scaled(l, loss):
+def scaled_loss(l, loss):
     return l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss
 
 
 PASSES = {
-    'one loss': lambda l, loss: scaled(l, loss).backward(),
-    'two losses': lambda l, loss: (scaled(l, loss / 4) + scaled(l, loss * 3 / 4)).backward(),
+    'one loss': lambda l, loss: scaled_loss(l, loss).backward(),
+    'two losses': lambda l, loss: (scaled_loss(l, loss / 4) + scaled_loss(l, loss * 3 / 4)).backward(),
 }
 
 
@@ -180,28 +180,28 @@ def second_pass(factor, way='one loss'):
             l.opt.zero_grad()
         with l.amp_context():
             loss = l.loss_func(l.model(*l.xb).float(), *l.yb) * factor
-        (fails if way == 'it fails' else PASSES[way])(l, loss)
+        (failing_backward if way == 'it fails' else PASSES[way])(l, loss)
 
     return At('before_step', run, 10.5)
 
 
 @pytest.mark.parametrize('way', PASSES)
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_a_second_backward_pass_in_a_step_is_scaled_while_it_runs(opt, way):
+def test_a_second_backward_pass_in_a_step_is_scaled(opt, way):
     "Its small gradients do not underflow, and the step is skipped if one is not finite."
     cbs, runs = [second_pass(1e-7, way)], []
     for to in ('fp32', 'fp16'):
         runs.append(in_steps(opt=opt, f=plain_grads, cbs=cbs)(to)[0])
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(b, a, rtol=0.02, atol=0.01 if way == 'two losses' else 1e-10)
-    bad = At('before_step', lambda l: third(l) and second_pass(float('inf')).f(l), 10.5)
+    bad = At('before_step', lambda l: third_batch(l) and second_pass(float('inf')).f(l), 10.5)
     learn = make('fp16', opt=opt, cbs=[bad])
     learn.fit(1, 0.01)
     assert learn.mixed_precision.skips == [i == 2 for i in range(6)] and finite(learn)
 
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_the_step_has_true_gradients_after_a_second_pass_that_failed(opt):
+def test_gradients_are_true_after_a_failed_second_pass(opt):
     found = {}
     for to in ('fp32', 'fp16'):
         seen = found[to] = []

@@ -15,7 +15,7 @@ from fastxtend_amp.training.loop import precision_callback
 from helpers import DEVICE, OPTIMIZERS, At, finite, is_outside_a_fit, learner, left_on, loaders, output_dtypes, params
 from helpers import same, spoil_at, told
 from rows import BATCH, BETWEEN, BF16, EXTRA, FP32, LOOPS, TO, Once, To, differences, find, largest, make, process
-from rows import seen_in_steps, third, trained
+from rows import seen_in_steps, third_batch, trained
 
 # -- exceptions
 
@@ -50,7 +50,7 @@ class Bomb(Callback):
             setattr(owner, name, lambda *args: (self.explode(), f(*args))[1])
 
     def explode(self, *args):
-        if self.armed and (self.place in BETWEEN or third(self.learn)):
+        if self.armed and (self.place in BETWEEN or third_batch(self.learn)):
             self.armed = False
             raise self.exc('boom')
 
@@ -137,7 +137,7 @@ def test_an_exception_in_other_loops(loop, place):
 
 
 @pytest.mark.parametrize('then', [noop, Learner.to_fp32, Learner.to_bf16, lambda l: l.remove_cb(l.mixed_precision)])
-def test_no_scaled_gradient_reaches_the_step_after_an_exception(then):
+def test_no_gradient_stays_scaled_after_an_exception(then):
     learn = make('fp16', cbs=[GradientAccumulation(1000), Bomb('after_train', 20, RuntimeError)])
     assert ending(lambda: learn.fit(1, 0.01))
     then(learn.remove_cb(learn.gradient_accumulation))
@@ -147,7 +147,7 @@ def test_no_scaled_gradient_reaches_the_step_after_an_exception(then):
     assert max(found) < 64
 
 
-def test_no_gradient_of_a_skipped_step_reaches_fp32_after_an_exception():
+def test_an_error_after_a_skip_leaves_no_gradient():
     learn = learner().to_fp16(init_scale=1e38, on_overflow='raise', max_skips=1)
     with pytest.raises(FloatingPointError):
         learn.fit(1)
@@ -156,7 +156,7 @@ def test_no_gradient_of_a_skipped_step_reaches_fp32_after_an_exception():
 
 
 @pytest.mark.parametrize('event', ['after_cancel_step', 'after_step'])
-def test_no_gradient_of_a_skipped_step_reaches_fp32_after_a_fit_that_it_ended(event):
+def test_a_skip_that_ends_a_fit_leaves_no_gradient(event):
     def stop(l):
         if l.mixed_precision.skipped:
             raise core.CancelFitException
@@ -191,7 +191,7 @@ def test_a_skip_on_the_device_never_outlives_its_step(exc):
 @pytest.mark.parametrize('bad', [1.0, float('inf')])
 def test_an_epoch_left_between_unscaling_and_update(event, order, bad):
     "The step is cancelled: the scale does not change, also if a gradient was not finite, and the next epoch trains."
-    spoil = At('after_backward', lambda l: third(l) and l.epoch == 0 and l.model[0].weight.grad.mul_(bad), 5)
+    spoil = At('after_backward', lambda l: third_batch(l) and l.epoch == 0 and l.model[0].weight.grad.mul_(bad), 5)
     learn = make('fp16 and fused', cbs=[Bomb(event, order, core.CancelEpochException), spoil])
     learn.add_cb(At('after_cancel_epoch', lambda l: l.opt.zero_grad()))  # fastai leaves the gradients of that batch
     learn.fit(3, 0.01)
@@ -246,7 +246,7 @@ def test_what_is_done_beside_training_changes_no_bit(what, to, tmp_path):
         events = [] if what == 'load' else events
     _, expected = trained(to)
     for event in events:
-        once = Once(f, third) if event == 'after_batch' else Once(f)
+        once = Once(f, third_batch) if event == 'after_batch' else Once(f)
         learn, found = trained(to, cbs=[At(event, once, 60)], path=tmp_path)
         assert differences(found, expected) == [] and is_outside_a_fit(learn), event
 
@@ -255,7 +255,7 @@ def test_what_is_done_beside_training_changes_no_bit(what, to, tmp_path):
     'to, event',
     [('fp16', 'after_backward'), ('fp16 and fused', 'after_step'), ('bf16 and fp32_modules', 'after_batch')],
 )
-def test_a_copy_of_a_learner_made_in_a_fit_trains(to, event):
+def test_a_learner_copied_in_a_fit_trains(to, event):
     copies = []
 
     def keep(l):

@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastxtend_amp import fused
 from helpers import learner
-from rows import TO, differences, result
+from rows import TO, differences, end_state
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_trains_bit_for_bit_as_the_wrapped_optimizer(cls, to):
     given = dict(momentum=0.9) if cls is torch.optim.SGD else {}
     wrapped = train(partial(OptimWrapper, opt=partial(cls, fused=True, **given)))
     for ours in (train(fused(cls, **given)), train(fused(cls.__name__, **given))):
-        assert differences(result(ours), result(wrapped)) == []
+        assert differences(end_state(ours), end_state(wrapped)) == []
     hypers = ours.opt.hypers[0]
     assert hypers['mom'] > 0.94 and hypers['lr'] < 1e-3  # where one cycle ends

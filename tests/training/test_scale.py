@@ -14,7 +14,7 @@ from torch import nn
 
 from fastxtend_amp import MixedPrecision
 from helpers import DEVICE, OPTIMIZERS, At, Data, dataset, finite, learner, loaders, params, same, spoil_at, told
-from rows import ODD, OPTS, SCALING, differences, largest, make, net, over_batches, result, third, trained
+from rows import ODD, OPTS, SCALING, differences, end_state, largest, make, net, over_batches, third_batch, trained
 
 NAN = float('nan')
 
@@ -48,7 +48,7 @@ def test_the_state_is_that_of_a_grad_scaler():
         assert (state(make(to)), make(to).mixed_precision.scale) == ({}, None)
 
 
-def test_a_state_is_loaded_before_between_and_in_fits():
+def test_a_state_is_loaded_at_any_time():
     s, seen, new = state(trained('overflowing')[0]), [], MixedPrecision('fp16')
     rules = {name: new.state_dict()[name] for name in ('growth_factor', 'backoff_factor', 'growth_interval')}
     assert s['growth_interval'] != rules['growth_interval']
@@ -56,7 +56,7 @@ def test_a_state_is_loaded_before_between_and_in_fits():
     s |= rules  # those of the call
     assert new.state_dict() == s
     learn, wanted = learner(cbs=new), {**s, 'scale': 32.0, '_growth_tracker': 2}
-    load = At('after_batch', lambda l: third(l) and new.load_state_dict(wanted), 70)
+    load = At('after_batch', lambda l: third_batch(l) and new.load_state_dict(wanted), 70)
     learn.fit(1, 0.01, cbs=[load, At('before_batch', lambda l: l.training and seen.append(state(l)))])
     assert seen[0] == s and seen[3] == wanted and new.scales[3] == 32.0
     new.load_state_dict(None)
@@ -78,7 +78,7 @@ def test_copies_have_a_state_of_their_own(to, how):
     twin.fit(2, 0.01)
     assert history(learn) == before and len(twin.mixed_precision.scales) == 30
     learn.fit(2, 0.01)
-    assert differences(result(learn), result(twin)) == []
+    assert differences(end_state(learn), end_state(twin)) == []
 
 
 # -- steps
@@ -99,7 +99,7 @@ def test_steps_that_another_callback_cancels_are_no_attempts():
 
 
 def test_steps_without_gradients_are_no_attempts():
-    learn = make('fp16', cbs=[At('before_step', lambda l: third(l) and l.model.zero_grad(set_to_none=True), 5)])
+    learn = make('fp16', cbs=[At('before_step', lambda l: third_batch(l) and l.model.zero_grad(set_to_none=True), 5)])
     learn.fit(1, 0.01)
     assert len(learn.mixed_precision.scales) == 5 and finite(learn)
     unused = nn.Linear(6, 1)
@@ -196,7 +196,7 @@ def test_training_learns_after_bad_data_in_the_same_fit(n_bad, scaling):
 
 @pytest.mark.parametrize('own', [False, True])
 @pytest.mark.parametrize('n_bad', [17, 24, 31])
-def test_a_good_step_sets_a_low_scale_from_its_gradients(n_bad, own):
+def test_a_good_step_sets_a_low_scale(n_bad, own):
     "To the largest power of two at which 16 times the largest gradient fits fp16."
     first, found = 65536.0 if own else 256.0, []
     scaling = dict(scaler=reference(init_scale=first)) if own else dict(init_scale=first)
@@ -208,7 +208,7 @@ def test_a_good_step_sets_a_low_scale_from_its_gradients(n_bad, own):
     assert len(messages) == 1
 
 
-def test_a_low_scale_is_set_to_at_most_that_of_a_good_step():
+def test_a_low_scale_rises_to_one_that_has_worked():
     "The largest of this fit: a first batch needs 4, then come batches of NaN, and then those that could have 1,024."
     x, y = dataset(4 * 60).tensors
     x, y = x.clone(), y * 1e-3
@@ -220,7 +220,7 @@ def test_a_low_scale_is_set_to_at_most_that_of_a_good_step():
     assert cb.skips[10:30] == [True] * 20 and 1 <= cb.scales[-1] == max(good) < 1024
 
 
-def test_a_scale_that_the_last_step_of_an_epoch_lowers_below_1_is_set_by_the_next_good_step():
+def test_a_scale_lowered_in_an_epochs_last_step_rises():
     learn = learner(dls=loaders(4 * 17), cbs=spoil_at(*range(17))).to_fp16(on_overflow='ignore')
     told(lambda: learn.fit(2, 0.01))
     assert learn.mixed_precision.scales[17] == 0.5 and learn.mixed_precision.scales[18] > 1
@@ -237,7 +237,7 @@ def test_a_scale_below_the_smallest_starts_again(init_scale):
 @pytest.mark.parametrize(
     'n_bad, kwargs', [(3, dict(init_scale=8.0)), (0, dict(init_scale=0.5)), (0, dict(loss_scale=0.25))]
 )
-def test_scales_that_skips_have_not_lowered_below_1_and_low_ones_of_the_users_stay(n_bad, kwargs):
+def test_low_scales_of_the_user_stay(n_bad, kwargs):
     "Without a word."
     learn, (first,) = learner(net(), bad_then_good(n_bad, 6)).to_fp16(on_overflow='ignore', **kwargs), kwargs.values()
     assert told(lambda: learn.fit(1), 'loss scale') == []
@@ -247,7 +247,7 @@ def test_scales_that_skips_have_not_lowered_below_1_and_low_ones_of_the_users_st
 
 
 @pytest.mark.parametrize('factor, cbs', [(1e7, []), (1e9, []), (1e7, GradientClip(1.0))])
-def test_large_losses_that_need_a_low_scale_train_as_with_pytorchs_scaler(factor, cbs):
+def test_losses_that_need_a_low_scale_train(factor, cbs):
     def loss(pred, y):
         return (pred - y).square().mean() * factor
 
@@ -271,14 +271,14 @@ class Guard(Callback):
 
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_the_scale_backs_off_although_a_guard_cancels_bad_steps(opt):
+def test_the_scale_backs_off_beside_a_guard(opt):
     learn = learner(dls=loaders(n=640), opt_func=OPTS[opt], cbs=Guard()).to_fp16(init_scale=2.0**40)
     told(lambda: learn.fit(1, 0.01))
     assert 2 < sum(learn.mixed_precision.skips) < 40 and not learn.mixed_precision.skips[-1]
 
 
 @pytest.mark.parametrize('scale', [0.0, 2.0**-44])
-def test_a_state_whose_scale_is_that_low_starts_again(scale):
+def test_a_loaded_scale_near_0_starts_again(scale):
     "Version 0.4 wrote them to files."
     learn = learner().to_fp16()
     learn.mixed_precision.load_state_dict({**state(learn), 'scale': scale})

@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from helpers import At, Data, dataset, finite, learner, linear, loaders, mlp, params, same, spoil_at, told
-from rows import EXTRA, OPTS, TO, Once, Zeroes, differences, find, largest, make, over_batches, result, third
+from rows import EXTRA, OPTS, TO, Once, Zeroes, differences, end_state, find, largest, make, over_batches, third_batch
 
 INF = float('inf')
 MODES = ['static', 'skipping']
@@ -61,7 +61,7 @@ def fitted(to, bad=(), model='normed', opt='sgd', loop='fit', cbs=(), **kwargs):
 
 def values(learn):
     "Weights, optimizer and buffers, without the count of batches."
-    found = result(learn)
+    found = end_state(learn)
     return {**found, 'weights': [t for t in found['weights'] if t.is_floating_point()], 'scales': [], 'scale': None}
 
 
@@ -121,7 +121,7 @@ EXTRA['plain sgd'] = SGD
 
 
 @pytest.mark.parametrize('opt', WHO)
-def test_after_cancel_step_fires_where_the_host_decides_and_skipped_is_right_in_both(opt):
+def test_the_host_or_the_device_skips_a_step(opt):
     learn, fired, after, at_order_11 = make('fp16', opt=opt, cbs=[spoil_at(0, 3)]), [], [], []
     learn.add_cb(At('after_cancel_step', lambda l: fired.append(l.train_iter), 20))
     learn.add_cb(At('after_step', lambda l: after.append(l.mixed_precision.skipped), 20))
@@ -155,7 +155,7 @@ class TwoSteps(Zeroes):
 
 
 @pytest.mark.parametrize('opt', ['plain sgd', 'fused plain sgd'])
-def test_a_step_with_gradients_of_ones_own_is_taken_after_a_skipped_one(opt):
+def test_a_step_of_ones_own_follows_a_skipped_one(opt):
     learn, moved = TO['fp16'](learner(linear(), cls=TwoSteps, opt_func=find(OPTS, opt), cbs=spoil_at(2))), []
     learn.add_cb(At('before_batch', lambda l: l.training and moved.append(params(l)), 0))
     learn.fit(1, 1.0)
@@ -187,7 +187,7 @@ def test_values_that_are_not_finite_on_purpose_stay():
         assert learn.model.mask.tolist() == [0.0, -INF]
 
 
-def test_buffers_that_are_not_plain_tensors_in_memory_are_left_alone():
+def test_unusual_buffers_are_left_alone():
     for to in MODES:
         model = normed()
         model.register_buffer('graph', torch.eye(3).to_sparse())
@@ -199,7 +199,7 @@ def test_buffers_that_are_not_plain_tensors_in_memory_are_left_alone():
         assert sum(learn.mixed_precision.skips) == 1 and finite(learn)
 
 
-def test_buffers_loaded_between_two_fits_and_those_of_an_exchanged_model():
+def test_buffers_that_were_loaded_or_exchanged():
     for to in MODES:
         learn = fitted(to)
         learn.model[0].running_mean.fill_(3.0)
@@ -225,10 +225,10 @@ def test_an_exception_in_a_batch_that_overflowed():
         assert finite_buffers(learn.model)
 
 
-def test_large_buffers_are_masks_and_tables_which_are_not_copied():
+def test_large_buffers_are_not_copied():
     model = normed()
     model.register_buffer('mask', torch.ones(2**20 + 1))
-    fill = At('before_batch', lambda l: third(l) and l.model.mask.fill_(INF))
+    fill = At('before_batch', lambda l: third_batch(l) and l.model.mask.fill_(INF))
     told(lambda: TO['static'](learner(model, batches({2}), cbs=fill)).fit(1))
     assert model.mask.isinf().all()
 
@@ -255,7 +255,7 @@ EARLY = {
     'Clips': ('fp16', lambda: [Clips(), GradientAccumulation(4)]),
     '': ('fp16', ClipsLater),
     'adds': ('fp16', lambda: At('after_backward', adds)),
-    'only reads': ('fp16', lambda: At('after_backward', largest)),
+    'only reads': ('fp16', lambda: At('before_step', largest)),  # where no event tells of the backward pass
     "fastai's": ('fp16', lambda: [GradientClip(0.01), GradientAccumulation(8)]),
     'bf16': ('bf16', Clips),
     'skipping': ('skipping', Clips),
@@ -265,7 +265,7 @@ EARLY = {
 @pytest.mark.parametrize('name', EARLY)
 def test_a_callback_that_changes_scaled_gradients_is_named_once(name):
     to, cbs = EARLY[name]
-    learn = make(to, cbs=[*L(cbs())])
+    learn = make(to, loop='own scaling' if name == 'only reads' else 'fit', cbs=[*L(cbs())])
     said = told(lambda: learn.fit(2, 0.01), 'gradients are changed')
     assert [s.partition(':')[0] for s in said] == ['Clips'] * (name == 'Clips')
 
@@ -274,7 +274,7 @@ def first_half():
     "Skips it, and validates after it, when fastai has to be told to train on."
     spoil = At('after_backward', lambda l: l.iter < 3 and l.model.weight.grad.fill_(INF), 5)
     on = lambda l: (l.validate(), l.model.train(), setattr(l, 'training', True))
-    return [spoil, At('after_batch', Once(on, third), 70)]
+    return [spoil, At('after_batch', Once(on, third_batch), 70)]
 
 
 TOLD = {

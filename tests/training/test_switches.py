@@ -13,7 +13,8 @@ from fastxtend_amp.precisions import FP16 as FP16Precision
 from fastxtend_amp.training.loop import precision_callback
 from helpers import At, finite, is_outside_a_fit, learner, left_on, linear, mixed, output_dtypes, replaced, set_support
 from helpers import told
-from rows import BATCH, BF16, FP16, FP32, TO, differences, largest, make, process, result, seen_in_steps, third
+from rows import BATCH, BF16, FP16, FP32, TO, differences, end_state, largest, make, process, seen_in_steps
+from rows import third_batch
 
 ORDERS = [(event, order) for event in BATCH for order in (9, 40)]
 SWITCHES = [(a, b) for a in ('fp32', 'bf16', 'fp16', 'flat fp16') for b in ('fp32', 'bf16', 'fp16') if a != b]
@@ -54,7 +55,7 @@ def test_the_last_switch_of_a_batch_counts():
     assert dtypes == [FP32, FP32, BF16, BF16, FP16, FP32] and process()[0][0] is False and not left_on(learn)
 
 
-def test_a_switch_in_mid_batch_that_fails_zeroes_the_gradients():
+def test_an_exception_after_a_switch_zeroes_the_gradients():
     def fail(l):
         l.to_bf16()
         raise ValueError('boom')
@@ -69,14 +70,14 @@ def test_a_switch_in_mid_batch_that_fails_zeroes_the_gradients():
 @pytest.mark.parametrize('start', ['fp32', 'fp16'])
 def test_a_precision_set_in_a_fit_that_fails_is_closed(start, event):
     learn, before = make(start), process()
-    switch = At('before_batch', lambda l: third(l) and l.to_fp16(init_scale=256.0, fp32_modules='0'))
+    switch = At('before_batch', lambda l: third_batch(l) and l.to_fp16(init_scale=256.0, fp32_modules='0'))
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=[switch, At(event, lambda l: 1 / (l.iter < 4 and event == 'after_pred'), 20)])
     assert is_outside_a_fit(learn) and process() == before and largest(learn) < 64
 
 
 @pytest.mark.parametrize('event', BATCH[:6])
-def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_next(event):
+def test_a_callback_added_in_a_batch_begins_with_the_next(event):
     def cancel(l):
         if l.train_iter == 0:
             raise core.CancelStepException
@@ -88,7 +89,7 @@ def test_a_callback_added_in_a_batch_whose_step_is_cancelled_begins_with_the_nex
 
 
 @pytest.mark.parametrize('to', ['fp32', 'bf16', 'fp16'])
-def test_a_batch_that_is_cancelled_before_the_precision_sees_it(to):
+def test_a_batch_cancelled_before_the_precision_sees_it(to):
     def cancel(l):
         if l.train_iter == 0 and l.training:
             raise core.CancelBatchException
@@ -99,12 +100,12 @@ def test_a_batch_that_is_cancelled_before_the_precision_sees_it(to):
 
 
 @pytest.mark.parametrize('to', ['fp32', 'fp16'])
-def test_an_accumulation_survives_a_fit_that_is_cancelled_after_the_precision_was_set_in_it(to):
+def test_a_cancelled_fit_keeps_its_accumulation(to):
     def cancel(l):
         if l.iter == 4:
             raise core.CancelTrainException
 
-    switch = At('before_batch', lambda l: third(l) and TO[to](l), 70)
+    switch = At('before_batch', lambda l: third_batch(l) and TO[to](l), 70)
     learn = learner(cbs=[GradientAccumulation(100), switch, At('after_batch', cancel, 70)])
     learn.fit(1, 0.01)
     assert 0 < largest(learn) < 64
@@ -118,18 +119,19 @@ def test_on_overflow_can_be_changed_in_a_fit(value, warns):
     assert bool(told(lambda: learn.fit(1, cbs=[change, spoil]), 'training failed')) is warns
 
 
-def test_a_callback_for_one_fit_and_one_set_in_it():
+def test_callbacks_for_one_fit():
     learn = learner()
     dtypes = dtypes_of_batches(learn)
     learn.fit(1, cbs=MixedPrecision('bf16'))
     learn.fit(1)
     assert dtypes == [BF16] * 6 + [FP32] * 6 and left_on(learn) == []
-    learn.fit(1, cbs=[mixed('fp16'), At('before_batch', lambda l: third(l) and l.to_bf16())])
+    learn.fit(1, cbs=[mixed('fp16'), At('before_batch', lambda l: third_batch(l) and l.to_bf16())])
     assert dtypes[12:] == [FP16] * 3 + [BF16] * 3 and modes(learn) == ['bf16']
 
 
 NOT_IN_A_BATCH = {
     'load': lambda l: l.load('a'),
+    'export': lambda l: l.export('model.pkl'),
     'load_state_dict': lambda l: l.mixed_precision.load_state_dict(l.mixed_precision.state_dict()),
     'precision_as': lambda l: l.precision_as('fp32').__enter__(),
     'remove_cb': lambda l: l.remove_cb(l.mixed_precision),
@@ -148,20 +150,15 @@ def test_what_is_an_error_in_a_batch(what, event):
 
 
 EVENTS_BY_HAND = {
-    "a batch to show, as MixUp's documentation has it": ['before_fit', 'before_train', 'before_batch'],
-    "epochs of a loop, as fastai's own tests have them": [
-        'before_fit',
-        'before_epoch',
-        'before_train',
-        'all',
-        'after_train',
-    ]
-    + ['before_validate', 'all', 'after_validate', 'after_epoch', 'after_fit'],
+    "a batch to show, as MixUp's documentation has it": 'before_fit before_train before_batch'.split(),
+    "epochs of a loop, as fastai's own tests have them, and another library's event": """before_fit before_epoch
+        before_train all after_train before_own before_validate all after_validate after_epoch after_fit""".split(),
 }
 
 
 @pytest.mark.parametrize('what', EVENTS_BY_HAND)
-def test_single_events_by_hand_run_without_autocast(what):
+def test_single_events_by_hand_run_without_autocast(what, monkeypatch):
+    monkeypatch.setattr(core.event, 'before_own', 'before_own', raising=False)
     for to in ('fp16', 'bf16', 'half weights'):
         learn, before = make(to), process()
         learn.create_opt()
@@ -174,7 +171,7 @@ def test_single_events_by_hand_run_without_autocast(what):
         assert is_outside_a_fit(learn) and finite(learn)
 
 
-def test_what_every_callback_of_fastai_has():
+def test_run_run_train_and_run_valid():
     "`run_valid`, `run_train` and `run`."
     for switch, expected in (('run_valid', {True: True, False: False}), ('run_train', {True: False, False: True})):
         learn, seen = make('bf16'), {}
@@ -231,7 +228,7 @@ def test_two_precision_callbacks_are_an_error():
             add(make('bf16'))
 
 
-def test_a_callback_or_a_scaler_that_another_learner_has_is_an_error():
+def test_one_callback_or_scaler_on_two_learners():
     "One learner after another works."
     cb, scaler = mixed('fp16'), torch.amp.GradScaler('cpu', 256.0)
     a, b = (learner(cbs=cb) for _ in range(2))
@@ -312,7 +309,7 @@ def test_precision_as_gives_back_the_learners_own(to):
     assert learn.mixed_precision is cb and process() == before
     for l in (learn, plain):
         l.fit(1, 0.01)
-    assert differences(result(learn), result(plain)) == []
+    assert differences(end_state(learn), end_state(plain)) == []
 
 
 def test_precision_as_nests_and_ends_after_an_exception():
@@ -333,19 +330,19 @@ def test_precision_as_nests_and_ends_after_an_exception():
 def test_amp_context_inside_and_outside_a_fit(to):
     learn, seen, before = make(to), [], process()
 
-    def use(l):
+    def predict(l):
         with torch.no_grad(), learn.amp_context():
             seen.append(learn.model(torch.ones(2, 6)).dtype)
 
-    use(learn)
+    predict(learn)
     for event in ('before_epoch', 'after_train', 'before_validate', 'after_fit'):
-        learn.fit(1, cbs=At(event, use, 5))
+        learn.fit(1, cbs=At(event, predict, 5))
     with pytest.raises(KeyError), learn.amp_context():
         raise KeyError
     assert seen == [TO[to].dtype or FP32] * 5 and process() == before and replaced(learn.model) == []
 
 
-def test_a_precision_object_can_be_used_by_several_learners():
+def test_one_precision_object_on_two_learners():
     precision = FP16Precision(init_scale=256.0)
     a, b = (learner(cbs=MixedPrecision(precision)) for _ in range(2))
     a.mixed_precision.load_state_dict(dict(scale=8.0, _growth_tracker=0))
