@@ -66,8 +66,9 @@ def _ratio(record: dict[str, Any] | None) -> str:
 
 
 def marked(quartiles: list[float], blocks: int) -> str:
-    "Return the median as text, with ~ before it where it is too noisy to tell."
-    return f"{'~' if noisy(quartiles, blocks) else ''}{quartiles[1]:.2f}"
+    "Return the median as text, with ~ before it where it is too noisy to tell; below 0.1 with more digits."
+    median = quartiles[1]
+    return ('~' if noisy(quartiles, blocks) else '') + (f'{median:.2f}' if median >= .1 else f'{median:.2g}')
 
 
 # -- chart
