@@ -1,4 +1,4 @@
-"Display of a result and of the work on it: sentences, tables, HTML, and a progress bar."
+"Display of results as text and HTML, lists in sentences, and a progress bar."
 import math, re, sys, time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _UNLIMITED = 3600.      # seconds that a progress bar shows if there is no time 
 
 
 def some(words: Iterable[str], between: str = ', ') -> str:
-    "Return the first words, and how many more there are."
+    "Join the first words, and say how many more there are."
     words = [*words]
     return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')
 
@@ -32,7 +32,7 @@ _FORMAT = {'float_format': _number, 'na_rep': '-'}
 
 
 class Shown:
-    "A result made of sentences and tables; a subclass gives them by `_parts`."
+    "A result made of sentences and tables, which the `_parts` of a subclass yields."
     def __repr__(self):
         def text(part):
             if not isinstance(part, str): return part.to_string(**_FORMAT)

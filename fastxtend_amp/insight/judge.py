@@ -35,24 +35,24 @@ class Judge:
         flag modules that raise an error, overflow or round too much
         keep them in fp32, or lower the loss scale, and run again, until nothing is flagged
         compare the mean gradient of several batches with that in fp32
-        if one is finite only in fp32, begin again with that batch as well
+        if the gradient of another batch is finite only in fp32, begin again with that batch as well
     """
     kind: type[Precision]
     sample: Sample
     first_scale: float # The loss scale to start from
-    batches: Sequence = () # Whose gradients are compared; without any the distance is unknown
+    batches: Sequence = () # Batches whose gradients are compared; if empty, the distance is unknown
     before_run: Callable = noop # Called before each run; may raise `NotKnown`
 
     def __post_init__(self):
         self.learn = self.sample.learn
         self.modules = dict(qualified_names(self.learn.model))
         self.kept = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
-        self.distance: GradientDistance | None = None            # the first that was measured
+        self.distance: GradientDistance | None = None            # as measured first, for the notes
         self._begin(self.sample)
 
     def _begin(self, sample):
         self.sample, self.keep, self.scale = sample, self.kept, self.first_scale
-        self.reasons = dict[str, str]()                          # by flagged module, in the order of the runs
+        self.reasons = dict[str, str]()                          # why a module is flagged, by its name
         self.runs = list[Recording]()
 
     def verdict(self) -> Verdict: # Its `call` is empty if another precision has to be used
@@ -109,10 +109,10 @@ class Judge:
         return smallest(tried, lambda names: helps([*self.keep, *names])), tried
 
     def _tried(self, low, name, is_backward):
-        """Return modules that help in fp32, where the flagged one cannot be kept there.
+        """Return modules that help in fp32 if the flagged one cannot be kept there, or if none is flagged.
 
-        That is the model's own `forward` or the loss function, which compute in fp32 on fp32 inputs, or a module in
-        fp32 that gets rounded values. In a backward pass none is flagged.
+        The model's own `forward` and the loss function cannot; they compute in fp32 if their inputs are. A module that
+        is in fp32 already may get rounded values. An error or overflow in the backward pass flags no module.
         """
         wrong = ('loss', 'gradient') if is_backward else ('loss',)
         def helps(keep):

@@ -1,6 +1,6 @@
-"""The recording of batches: hooks keep a stack of the running modules, and a dispatch mode sees each operator in them.
+"""The recording of batches: hooks keep a stack of the running modules, and a dispatch mode sees each operator.
 
-What an operator shows belongs to the innermost module (or the model itself), or to the loss function.
+An operator belongs to the innermost running module, or to the loss function if none is running.
 """
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .values import all_finite, is_plain, readable
 
 class Recording(TorchDispatchMode):
     "The record of some batches in one precision, each from its forward pass to its gradients."
-    not_finite = ''                                              # 'loss', or 'gradient' if no loss was
-    validates = False                                            # with finite results
-    error = ''                                                   # why it ended: the text of an exception
+    not_finite = ''                                              # 'loss'; 'gradient' if all losses are finite
+    validates = False                                            # whether validation gives finite results
+    error = ''                                                   # text of the exception that ended it
     failed_in = ''                                               # the module that raised it; '' before a batch
 
     def __init__(self,
@@ -35,21 +35,21 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.kind = kind
         self.reference: Any = reference
-        # The modules, in the order in which their last calls finish, and the loss function.
+        # Modules in the order in which their last calls finish, then the loss function.
         self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
-        self.predictions = list[torch.Tensor]()                  # of a validation
+        self.predictions = list[torch.Tensor]()                  # in validation
         self.unread = dict[str, None]()                          # modules whose values could not be read
 
     @contextmanager
     def of_batch(self, model: nn.Module) -> Iterator[None]:
         "Record a batch of `model` in this context."
-        self.frames = list[Frame]()                              # of the running modules, inside the loss function
+        self.frames = list[Frame]()                              # of the loss function and the running modules
         self.in_backward, self.failed_in = False, LOSS           # until a module raises
         with ExitStack() as stack:
             for name, m in qualified_names(model):
-                if isinstance(m, torch.jit.ScriptModule): continue       # without hooks from Python
-                # Before all other hooks, so that what those do to the inputs is recorded for the module.
+                if isinstance(m, torch.jit.ScriptModule): continue       # has no hooks from Python
+                # Before all other hooks, whose operators then belong to the module.
                 enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
                 stack.enter_context(enter)
                 stack.enter_context(m.register_forward_hook(self._leave, always_call=True))
@@ -72,7 +72,7 @@ class Recording(TorchDispatchMode):
 
     def _enter(self, name, module, args, kwargs):
         with unwatched():
-            if not self.frames: self._push(LOSS, 'function')     # everything outside of the model
+            if not self.frames: self._push(LOSS, 'function')     # what runs between model and backward pass
             if in_function_transform(): self.unread[name] = None
             elif not self.in_backward:
                 for t in readable((args, kwargs)): self.frames[-1].compare(t)
@@ -93,7 +93,7 @@ class Recording(TorchDispatchMode):
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
                 if out.requires_grad: out.register_hook(partial(self._record_gradient, frame.record))
-            if self.in_backward: return                          # a checkpoint, whose first run was recorded
+            if self.in_backward: return                          # a checkpoint; its first run was recorded
             self.modules[name] = self.modules.pop(name)          # after the modules inside
             for out in outputs: frame.compare(out)
 
@@ -119,7 +119,7 @@ class Recording(TorchDispatchMode):
 
     def _record_gradient(self, record, g):
         "Record the gradient of an output or a parameter."
-        if not self.in_backward: return                          # of the model itself, such as forces from an energy
+        if not self.in_backward: return                          # the model's own, such as forces from an energy
         g = g.detach().abs().float()
         record.n_zeros += int((g == 0).sum())
         g = g[g.isfinite() & (g != 0)]

@@ -21,10 +21,10 @@ from ..tensors import HALF, map_tensors
 from .values import (Twins, address, all_finite, as_dtype, is_plain, largest_value, merged, n_nan_or_inf, readable,
                      relative_error, tensors)
 
-LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
-BACKWARD = 'backward pass'                                       # where an error comes from, after the loss
+LOSS = 'loss function'      # its name among the modules; includes callbacks after the forward pass
+BACKWARD = 'backward pass'  # where an error comes from, after the loss
 
-_FP32_NOISE = 2.**-23   # relative; where fp32 itself would lose a tenth, an error is noise
+_FP32_NOISE = 2.**-23   # relative rounding of fp32
 # Operators that only copy values, which are recorded where they were computed.
 _COPIES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators that may cast whole numbers
@@ -41,24 +41,24 @@ class ModuleRecord:
     "The record of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
-    largest = 0.                                                 # absolute finite result; of the twin, if there is one
-    largest_half = 0.                                            # the same, of 16-bit results only
-    is_half = False                                              # whether it has any
+    largest = 0.                                                 # absolute finite result, in fp32 if that is known
+    largest_half = 0.                                            # the same of 16-bit results only
+    is_half = False                                              # whether it has 16-bit results
     is_after = False                                             # whether NaN or inf came in
     failed = False                                               # whether NaN or inf first appears in it
-    error = math.nan                                             # of its own arithmetic, relative; the largest
-    merged: Sequence[float] = ()                                 # two whole numbers that leave it as one
-    merged_inside: Sequence[float] = ()                          # two that become one in it
-    # Constants that become 0, 1 or inf: line of code, operator and value; True if they keep values away from that.
+    error = math.nan                                             # largest relative error of its own arithmetic
+    merged: Sequence[float] = ()                                 # two whole numbers that are equal in its results
+    merged_inside: Sequence[float] = ()                          # two whole numbers that become equal in it
+    # By line of code, operator and value: constants that become 0, 1 or inf, and whether results need them.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
-    grad = 0.                                                    # largest absolute, of its outputs and own parameters
-    grad_sum = 0.                                                # of the absolute values of all these gradients
-    n_grads = 0                                                  # that are finite and not 0
-    n_zeros = 0                                                  # that are 0
-    work = 0                                                     # in fp32, the same on each machine
+    grad = 0.                                                    # largest absolute gradient of outputs and parameters
+    grad_sum = 0.                                                # sum of the absolute values of these gradients
+    n_grads = 0                                                  # how many are finite and not 0
+    n_zeros = 0                                                  # how many are 0
+    work = 0                                                     # of the fp32 run, the same on each machine
     half_line = ''                                               # line of a 16-bit product in the fp32 run
-    has_fp32_product = False                                     # whether it multiplies in fp32 in the fp32 run
-    undone_line = ''                                             # of a product in 16 bits of inputs cast to fp32
+    has_fp32_product = False                                     # whether it has fp32 products
+    undone_line = ''                                             # line of a 16-bit product of inputs cast to fp32
 
 
 def named(name: str) -> str:
@@ -163,7 +163,7 @@ class Frame:
         else: self.twins.forget(out)                             # it may be overwritten
 
     def _record_failure(self, out, exact, was_finite):
-        "Record NaN or inf, which came in, or is new: where the result in fp32 is finite, and more than a mask."
+        "Record whether NaN or inf is new, where the result in fp32 is finite and more than a mask, or came in."
         is_new = was_finite if exact is out else largest_value(exact) > 0 and n_nan_or_inf(out[exact.isfinite()]) > 0
         self.record.failed |= is_new
         self.record.is_after |= not is_new
@@ -197,8 +197,9 @@ class Frame:
         if not self.kind.dtype: return
         t = t.detach()
         error = relative_error(t, self.twins.exact(t))
+        # Where fp32 itself would lose a tenth of the value, an error is noise.
         if error * _FP32_NOISE < .1 * torch.finfo(self.kind.dtype).eps:
-            self.record.error = max(error, self.record.error)    # in this order, as that may be nan
+            self.record.error = max(error, self.record.error)    # in this order, as the record may be nan
 
 
 def users_line() -> str: # 'norm.py:33'

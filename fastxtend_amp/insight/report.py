@@ -29,8 +29,9 @@ from .report_result import PrecisionReport, Verdict
 from .sample import Sample
 from .values import largest_value, n_items, readable, tensors
 
-EMULATED_WORK = 5e9    # in fp32, about a second; the same work may take a minute in an emulated precision
-# In errors of PyTorch, where it lacks a CPU's kernel that CUDA may have. No FFT is in bf16.
+# Work of the fp32 run, about a second; emulated precisions, in which it may take a minute, get fewer samples.
+EMULATED_WORK = 5e9
+# Words of PyTorch's error where a CPU has no kernel but CUDA may have one. (No device has an FFT in bf16.)
 _NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
 _LARGE_INPUT = 1e3     # a note names larger ones if a module is flagged
 _DETERMINISTIC = 1e-3  # relative difference of two losses; that of most models on a GPU is smaller
@@ -79,9 +80,9 @@ def precision_report(self: Learner,
     check_learner(self, 'precision_report', dl)
     dl, until = self.dls.train if dl is None else dl, time.monotonic() + max_seconds
     with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as show:
-        with random_state_kept():                                # the runs start from the state before the drawing
+        with random_state_kept():                                # the runs start from the state before drawing
             drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
-        if not drawn: raise no_batch('precision_report', dl)     # of a loader that gives its batches once
+        if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
 
         def before_run(name):
             show(name)
@@ -95,10 +96,10 @@ def precision_report(self: Learner,
 class _Work:
     "The work behind one report."
     learn: Learner
-    drawn: list # Batches for gradients
-    whole: Sample # The first of them, for modules
+    drawn: list # Batches whose gradients are compared
+    whole: Sample # The first of these batches, on which modules are judged
     simulated: bool # Whether a CPU follows CUDA's autocast rules
-    before_run: Callable # Called with the name of a precision
+    before_run: Callable # Called with the name of a precision; raises `NotKnown` after the time limit
 
     def report(self, kinds: list[type[Precision]]) -> PrecisionReport:
         "Return the report on these precisions."
@@ -114,8 +115,8 @@ class _Work:
         return PrecisionReport(table, self.verdicts, [*self._notes()], constants)
 
     @cached_property
-    def cut(self) -> Sample: # The whole one where that is little work, and where the model needs whole batches
-        "The first items of each batch, for emulated precisions."
+    def cut(self) -> Sample: # `whole` if that is little work, or if the model needs whole batches
+        "A sample with the first items of each batch, for emulated precisions."
         batches, work = self.whole.batches, sum(m.work for m in self.whole.reference.modules.values())
         n = n_items(batches[0])
         few = max(2, int(n * EMULATED_WORK / max(work, 1)))      # batch normalization needs two
@@ -131,7 +132,7 @@ class _Work:
         if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
         scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).precision.first_scale
         sample = self.cut if status == 'emulated' else self.whole
-        batches = () if sample.is_cut else self.drawn[:N_BATCHES]        # gradients of few items say little
+        batches = () if sample.is_cut else self.drawn[:N_BATCHES]        # gradients of few items are mostly noise
         before_run = partial(self.before_run, kind.name)
         judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, before_run)
         try: verdict = judge.verdict()
@@ -142,7 +143,7 @@ class _Work:
                        f'which CUDA may have: {lacking.error}')
 
     def _call_another(self):
-        "Give verdicts without a call that of the fastest precision that works."
+        "Advise the fastest precision that works where a verdict has no call."
         failed = [name for name, v in self.verdicts.items() if not v.call]
         left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
         other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
@@ -152,7 +153,7 @@ class _Work:
     # -- notes
 
     def _notes(self):
-        "Say what else was seen, and what was looked at."
+        "Give notes on what else was seen, what was looked at, and what was not."
         reference, judges = self.whole.reference, self.judges.items()
         distances = {name: judge.distance for name, judge in judges if judge.distance}
         inputs = (t for batch in self.whole.batches for t in readable(tensors(batch)[:-1]))
@@ -168,7 +169,7 @@ class _Work:
             yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
                    f'{some(map(named, reference.unread))}.')
         for name, judge in judges:
-            if all(low.error for low in judge.runs): continue    # it cannot run
+            if all(low.error for low in judge.runs): continue    # this precision cannot run
             if not (layers := advised(self.learn, judge.kind).precision.rounding(self.learn.model)): continue
             names = some(map(named, layers))
             yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
@@ -190,7 +191,7 @@ class _Work:
         yield from note_of_left_out(self.learn)
 
     def _digits(self):
-        "Say how far predictions are from those in fp32."
+        "Give a note on how far predictions are from those in fp32."
         errors = {v.precision: v.error for v in self.verdicts.values() if v.error >= 0}
         nearest = f'; {min(errors, key=errors.get)} is nearer' if len({*errors.values()}) > 1 else ''
         by = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())

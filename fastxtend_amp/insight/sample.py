@@ -1,7 +1,4 @@
-"""Runs of batches in the training loop of a copied learner, in fp32 or a lower precision; no step is taken.
-
-`recording.py` follows the modules, and `records.py` their operators.
-"""
+"Runs of batches on a copy of the learner, in its own training loop, in fp32 or lower; no step is taken."
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,14 +34,14 @@ _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
 
 @dataclass
 class Sample:
-    "Batches that modules are judged on, and their run in fp32."
+    "The batches that modules are judged on, with their run in fp32, the reference."
     learn: Learner # Nothing in it changes
-    batches: list # As a DataLoader gives them; in the middle of a batch its inputs and targets
-    state: RandomState | None = None # In the middle of a batch the random state to start from
-    is_cut: bool = False # Whether they have only the first of their items
+    batches: list # As a DataLoader gives them; inside a batch, its inputs and targets
+    state: RandomState | None = None # Inside a batch, the random state to start from
+    is_cut: bool = False # Whether only the first items of each batch are left
 
     def __post_init__(self):
-        self.reference: Any = None                               # so the first run has none, and becomes it
+        self.reference: Any = None                               # the first run has none and becomes it
         self.reference = self.run()
         self.wrong = wrong_in_reference(self.reference, self.batches)            # '' if nothing is
 
@@ -55,8 +52,8 @@ class Sample:
     ) -> Recording:
         """Run the batches forward and backward in a copy, in its own loop with its callbacks; record each module.
 
-        Then they run as in validation, unless that fails in fp32 as well: first without hooks, with which some modules
-        of PyTorch use other kernels, and again with them if the results are finite only in fp32.
+        Then run them as in validation, unless that fails in fp32 as well. This runs without hooks at first, because
+        hooks make some modules of PyTorch use other kernels; it is recorded if the results are finite only in fp32.
         """
         reference, batches, in_batch = self.reference, self.batches, self.state is not None
         recording, where, run_one = Recording(kind, reference), '', run_again if in_batch else run_batch

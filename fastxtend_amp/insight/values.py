@@ -1,4 +1,4 @@
-"Tensors in nested predictions and inputs, and their values: what can be read, sizes, errors, NaN, inf and fp32 twins."
+"Tensors and their values: which can be read, sizes, errors, NaN and inf, rounding, and twins in fp32."
 import math
 
 import torch
@@ -45,7 +45,7 @@ def address(t: torch.Tensor) -> int: # 0 if it has none
 
 
 def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
-    "Return the weights that can be read: of sharded ones the part of this process, and none that is not made yet."
+    "Return the weights that can be read: of a sharded one the part of this process; not those of lazy modules."
     made = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
     local = {name: p.to_local() if hasattr(p, 'to_local') else p for name, p in made}
     return {name: p for name, p in local.items() if is_plain(p)}
@@ -65,11 +65,11 @@ def n_nan_or_inf(t: torch.Tensor) -> int:
 
 def has_finite_results(learn: Learner) -> bool:
     "Return whether predictions and loss of the batch that `learn` ran last are finite; -inf may be a mask."
-    loss = vars(learn).get('loss') if len(learn.yb) else None
-    return all((t < math.inf).all() for t in readable((learn.pred, loss)))
+    loss = vars(learn).get('loss') if len(learn.yb) else None    # without targets it is that of an earlier batch
+    return not any(map(n_nan_or_inf, readable((learn.pred, loss))))
 
 
-# -- sizes and errors; without float64, which MPS lacks
+# -- sizes and errors, in fp32, as MPS has no float64
 
 def largest_value(t: torch.Tensor) -> float:
     """Return the largest absolute finite value; 0 if there is none.
@@ -91,7 +91,8 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
     "Return the norm of the difference over that of `expected`, of the values that are finite in both."
     both = got.isfinite() & expected.isfinite()
     got, expected = got[both].float(), expected[both].float()
-    if not (unit := largest_value(expected)): return math.nan    # so that squares stay in the range of fp32
+    # Divided by their largest value, the squares of both stay in the range of fp32.
+    if not (unit := largest_value(expected)): return math.nan
     return float(((got - expected) / unit).norm() / (expected / unit).norm())
 
 
@@ -103,10 +104,10 @@ def as_dtype(number: float, dtype: torch.dtype) -> float:
 
 
 def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
-    "Return two different whole numbers in `t` that become equal in `dtype`; tensors of images are left out."
+    "Return two different whole numbers in `t` that become equal in `dtype`; [] for what may be an image."
     if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
     t = t.float()
-    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be one in fp32 already
+    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be equal in fp32 already
     if not is_whole.all(): return []
     t = t.unique()
     first = (t.to(dtype).diff() == 0).nonzero()[:1]
@@ -128,7 +129,7 @@ class Twins(dict):
     def keep(self, t, exact):
         "Keep `exact` as the twin of `t`, unless `t` has no address."
         if not address(t) or t.shape != exact.shape: return
-        if self.of(t) is None:                                   # of all that shares this memory
+        if self.of(t) is None:                                   # a copy of all the memory, for views of it
             memory = t.new_empty(0).set_(t.untyped_storage())
             self[address(t)] = t, memory.to(exact.dtype, copy=True)
         self.of(t).copy_(exact)
