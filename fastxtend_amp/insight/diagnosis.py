@@ -1,7 +1,7 @@
-"The cause of a failure in 16 bits, found by running its batch again on a copy, and the remedy, with 'fix'."
+"The cause of a failure in 16 bits, which a second run of the batch on a copy shows, and the remedy, with 'fix'."
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from fastai.learner import Learner
@@ -32,7 +32,6 @@ class Alarm:
     step: int                                # training batch of the fit, from 1
     batch: tuple                             # its inputs and targets
     random_state: RandomState                # before it
-    remedy: tuple = ()                       # what helps, if anything does: precision, modules in fp32, loss scale
 
     @property
     def happened(self) -> str:
@@ -41,38 +40,43 @@ class Alarm:
         return f'{self.kind.name} training failed: {self.what} (batch {self.step:,}{scale}).'
 
 
+class Diagnosis(NamedTuple):
+    "What to try after a failure, and its cause."
+    advice: str
+    cause: str
+    remedy: tuple = () # What 'fix' applies: precision, modules in fp32, loss scale; () if nothing helps
+
+    def __str__(self): return '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (self.advice, self.cause))
+
+
 def diagnose(
     learn: Learner, # With a precision callback, in the middle of a batch
     alarm: Alarm,
     divergence: str, # How far weights and loss have grown, if it is far
-) -> str: # Two lines: what to try, and where it began; '' if a step was skipped because the loss scale is too large
+) -> Diagnosis | None: # None if a step was skipped because the loss scale is too large
     """Find where finite numbers end, and what helps. The learner is not changed.
 
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
-    if alarm.what == ODD and (divergence or several_processes()): return ''
-    try: cause, remedy = _cause(learn, alarm, divergence)
-    except Exception as e:
-        return '' if alarm.what == ODD else f'The batch could not be run again, {type(e).__name__}: {e}'
-    return remedy and '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (remedy, cause))
-
-
-def _cause(learn, alarm, divergence):
+    if alarm.what == ODD and (divergence or several_processes()): return None
     if divergence:
         rate = max(h['lr'] for h in learn.opt.hypers)
-        return (f'the run diverges: {divergence}',
-                f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
-                '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do')
+        return Diagnosis(f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
+                         '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do',
+                         f'the run diverges: {divergence}')
     lost, bad = lost_weights(learn.model), not_finite_data(alarm.batch)
-    if lost or several_processes():
-        if bad: return bad, f'{_BAD}, unless the loss ignores them'
-        if lost: return (f'{lost}, so the batch cannot be run again',
-                         'Load weights that are finite, or build the model again, then call `learn.precision_report()`')
-        return ('in distributed runs the batch is not run again',
-                'Call `learn.precision_report()` in one process, before the model is distributed')
-    where, remedy = _run_again(learn, alarm, bad)
-    return f'Re-running that batch with the same random numbers: {where}', remedy
+    if bad and (lost or several_processes()): return Diagnosis(f'{_BAD}, unless the loss ignores them', bad)
+    if lost:
+        return Diagnosis('Load weights that are finite, or build the model again, then call '
+                         '`learn.precision_report()`', f'{lost}, so the batch cannot be run again')
+    if several_processes():
+        return Diagnosis('Call `learn.precision_report()` in one process, before the model is distributed',
+                         'in distributed runs the batch is not run again')
+    try: return _run_again(learn, alarm, bad)
+    except Exception as e:
+        if alarm.what == ODD: return None
+        return Diagnosis('The batch could not be run again', f'{type(e).__name__}: {str(e).rstrip(".")}')
 
 
 def _run_again(
@@ -80,31 +84,36 @@ def _run_again(
     alarm,
     bad, # What is not finite in the batch itself
 ):
-    "Run the batch forward and backward, in fp32 and in the precision; return where it began, and what to try, if any."
+    "Run the batch forward and backward, in fp32 and in the precision."
+    def diagnosis(advice, cause, *remedy):
+        return Diagnosis(advice, f'Re-running that batch with the same random numbers: {cause}', remedy)
+
     cb, kind = precision_callback(learn), alarm.kind
     sample = Sample(learn, [alarm.batch], alarm.random_state)
     if sample.wrong:
-        return sample.wrong, _BAD if bad else 'Check the learning rate, the loss function and the data'
+        return diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
-        alarm.remedy = Precision, (), None
-        return 'loss and gradients are finite in fp32', 'Use another precision: `learn.to_fp32()`'
+        return diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
+                         Precision, (), None)
     largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
-    if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return '', ''
+    if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
         failed = [kind.name, *(fix.precision for fix in cb.fixes)]
-        alarm.remedy = fastest_native(cb.fit.device, failed), (), None
-        return verdict.reason, f'Use another precision: `{advised(learn, *alarm.remedy)}`'
-    if alarm.what == ODD and not verdict.modules: return '', ''
-    if not verdict.modules and judge.scale == alarm.scale:
-        return (f'this time loss and gradients are finite in {kind.name}',
-                'Call `learn.precision_report()`: it also names modules close to overflow')
-    alarm.remedy = kind, verdict.modules, verdict.init_scale
+        remedy: tuple = fastest_native(cb.fit.device, failed), (), None
+        return diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, *remedy)
+    remedy = kind, verdict.modules, verdict.init_scale
     if verdict.modules:
-        return verdict.reason, f"Keep {', '.join(map(named, verdict.modules))} in fp32: `{verdict.call}`"
-    return (f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
-            f'{judge.scale:,.9g} they do not'), f'Start lower: `{verdict.call}`'
+        names = ', '.join(map(named, verdict.modules))
+        return diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, *remedy)
+    if alarm.what == ODD: return None
+    if judge.scale == alarm.scale:
+        return diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
+                         f'this time loss and gradients are finite in {kind.name}')
+    return diagnosis(f'Start lower: `{verdict.call}`',
+                     f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
+                     f'{judge.scale:,.9g} they do not', *remedy)
 
 
 # -- on_overflow='fix'
@@ -118,12 +127,13 @@ class Fix(NamedTuple):
 
 def fix(
     cb: MixedPrecision,
-    alarm: Alarm, # It was diagnosed
+    alarm: Alarm,
+    remedy: tuple, # Of its diagnosis
 ) -> bool: # False without a remedy, and if the user's own change waits already
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
-    if not alarm.remedy or cb.waiting: return False
-    call = advised(learn, *alarm.remedy)
+    if not remedy or cb.waiting: return False
+    call = advised(learn, *remedy)
     new = call.precision
 
     def switch():
@@ -131,7 +141,7 @@ def fix(
         cb.close(failed=True)
         learn.opt.zero_grad()
         if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
-        *_, init_scale = alarm.remedy
+        *_, init_scale = remedy
         if not init_scale: new.load_state_dict(cb.state_dict())
         cb.precision = new
 
@@ -149,7 +159,7 @@ class FixedEvaluation:
     copy has seen this one already. One warning at the end says how many there were, and why.
     """
     n_replaced = 0                                               # of this call, or this epoch of a fit
-    cause = ''                                                   # of the first, with the call to make
+    diagnosis: Any = None                                        # of the first
 
     def __init__(self, cb: MixedPrecision): self.cb = cb
 
@@ -165,7 +175,7 @@ class FixedEvaluation:
         if not self.n_replaced:
             scale, batch = learn.scaler.get_scale(), (learn.xb, learn.yb)
             alarm = Alarm('a batch is not finite', cb.precision.kind, scale, 0, batch, state)
-            self.cause = diagnose(learn, alarm, '')
+            self.diagnosis = diagnose(learn, alarm, '')
         vars(learn).update(results)
         self.n_replaced += 1
 
@@ -175,20 +185,20 @@ class FixedEvaluation:
         if not n: return
         batches = 'batch' if n == 1 else 'batches'
         warn_user(f'{self.cb.precision.kind.name}: {n:,} {batches} of a validation or prediction had NaN or inf in 16 '
-                  f'bits, and were re-run in fp32; the fp32 results are used.\n{self.cause}')
+                  f'bits, and were re-run in fp32; the fp32 results are used.\n{self.diagnosis}')
     after_fit = after_epoch                                      # `tta` ends with it
 
 
 def _fp32_results(learn, state): # In the middle of a batch
     "Return predictions and loss of a copy in fp32; None if they fail, are not finite, or change in a second run."
-    found = []
+    runs = []
     with suppress(Exception), running_copy(learn, Precision, in_batch=True) as copy, torch.no_grad():
         for i in range(2):
             set_random_state(state)
             run_again(copy, i, (learn.xb, learn.yb))
-            found.append({name: vars(copy).get(name) for name in ('pred', 'loss', 'loss_grad')})
-        first, second = map(tensors, found)
-        if all(map(torch.equal, first, second)) and has_finite_results(copy): return found[0]
+            runs.append({name: vars(copy).get(name) for name in ('pred', 'loss', 'loss_grad')})
+        first, second = map(tensors, runs)
+        if all(map(torch.equal, first, second)) and has_finite_results(copy): return runs[0]
     return None
 
 

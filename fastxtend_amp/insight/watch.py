@@ -140,7 +140,8 @@ class Watch:
         diagnosis = diagnose(learn, alarm, _divergence(watched, learn.model))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.has_warned, cb.fit.watched = True, None           # first: between batches `fix` closes the fit
-        if cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES and fix(cb, alarm): self.n_fixes += 1
+        is_fixed = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES and fix(cb, alarm, diagnosis.remedy)
+        if is_fixed: self.n_fixes += 1
         else: self._say(f'{alarm.happened}\n{diagnosis}')
 
     def _say(self, message):
