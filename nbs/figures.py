@@ -1,7 +1,7 @@
 "Draws the charts of the stored runs: `python nbs/figures.py`."
 from __future__ import annotations
 
-import json, sys
+import json, re, sys
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,15 @@ def cases() -> str:
     return f'{total} {len(healthy.splitlines())} of the models are healthy.'
 
 
+def report() -> str:
+    "Return the verdicts of the tutorial's report."
+    cells = json.loads((HERE / '01_tutorial.ipynb').read_text(encoding='utf-8'))['cells']
+    cell = next(cell for cell in cells if 'report = ' in ''.join(cell['source']))
+    said = ''.join(cell['outputs'][0]['data']['text/plain'])
+    verdicts, cause = re.findall('^.*Next: .*$', said, re.M), re.search('^ +values .*?;', said, re.M)[0]
+    return '\n'.join(['```', '>>> learn.precision_report()', *verdicts, f'{cause} ...', '```'])
+
+
 def reports() -> dict[Path, str]:
     "Return the report of each stored run by its file."
     return {RUNS / f'{stem}.md': tables(stored(stem)) for stem in STORED}
@@ -47,17 +56,9 @@ def dark(image: np.ndarray) -> np.ndarray: # RGB, 8 bits
 
 
 def save_dark(file: Path) -> None:
-    "Write the dark variant of a picture beside it, and of its larger one."
-    for light in (file, large(file)):
-        if not light.exists(): continue
-        image = np.array(Image.open(light).convert('RGB'))
-        night = light.with_stem(f'{file.stem}_dark{light.stem[len(file.stem):]}')
-        Image.fromarray(dark(image)).save(night, optimize=True)
-
-
-def large(file: Path) -> Path:
-    "Return the path of a picture's variant with twice as many pixels each way."
-    return file.with_stem(file.stem + '_2x')
+    "Write the dark variant of a picture beside it."
+    image = Image.fromarray(dark(np.array(Image.open(file).convert('RGB'))))
+    image.quantize(64, dither=Image.Dither.NONE).save(file.with_stem(file.stem + '_dark'), optimize=True)
 
 
 def draw_scales() -> None:
@@ -90,7 +91,7 @@ def main() -> None:
         file = HERE / f'{name}.png'
         plot({title: rows()}, file, 'narrow' in name, dpi, below)
         Image.open(file).convert('RGB').quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
-    save_dark(HERE / 'report.png')
+    save_dark(HERE / 'report_2x.png')
 
 
 if __name__ == '__main__': main()

@@ -48,6 +48,7 @@ PARTS: dict[str, Callable[[], str]] = {          # by the name in the mark
     **{name.replace('_', ' '): partial(api_pages.page, name) for name in api_pages.PAGES},
     'operators': operators.part,
     'clone': clone,
+    'report': figures.report,
 }
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.append(str(FOLDER))
-from figures import large, save_dark  # noqa: E402
+from figures import save_dark  # noqa: E402
 
 
 @contextmanager
@@ -72,14 +72,13 @@ def stored(notebook):
 
 
 def save_pictures(notebook):
-    "Write the picture of each cell with a tag such as `save-report.png` to that file and to its larger variant."
+    "Write the picture of each cell with a tag such as `save-report_2x.png` to that file, and its dark variant beside it."
     for cell in notebook.cells:
         for tag in cell.metadata.get('tags', []):
             if not tag.startswith('save-'): continue
             picture = next(o.data['image/png'] for o in cell.outputs if 'image/png' in o.get('data', {}))
             file = FOLDER / tag.removeprefix('save-')
-            large(file).write_bytes(base64.b64decode(picture))       # for screens with two pixels per point
-            Image.open(large(file)).convert('RGB').reduce(2).save(file, optimize=True)
+            file.write_bytes(base64.b64decode(picture))
             save_dark(file)
 
 

@@ -26,7 +26,7 @@ def source_read(app, docname, content):
     "Add list of pages and description to the first one; show files of the top level; keep runs out of the search."
     if docname == 'index':
         description = metadata.metadata('fastxtend_amp')['Summary']
-        content[0] = f'---\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
+        content[0] = f'---\nhide-toc: true\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
         content[0] += ''.join(TOCTREE.format(part, '\n'.join(names)) for part, names in PAGES.items())
     if docname in TOP:                                           # which link to pages from the top level
         text = (Path(app.srcdir).parent / f'{docname.upper()}.md').read_text(encoding='utf-8')

@@ -132,11 +132,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     took = times(args.rounds) if args.rounds else {}
-    print('| precision | loop | Python calls | C calls | operators |' + ' us |' * bool(took))
-    print('|---|---|--:|--:|--:|' + '--:|' * bool(took))
+    print('| loop | Python calls | C calls | operators |' + ' us |' * bool(took))
+    print('|---|--:|--:|--:|' + '--:|' * bool(took))
     for row, way in ROWS.items():
         cells = [f'{n:,.0f}' for n in [*per_batch(way, row[0]), *([took[row]] if took else [])]]
-        print('|', ' | '.join([*row, *cells]), '|')
+        print('|', ' | '.join([', '.join(row), *cells]), '|')
 
 
 if __name__ == '__main__': main()
