@@ -72,7 +72,7 @@ def stored(notebook):
 
 
 def save_pictures(notebook):
-    "Write the picture of each cell with a tag such as `save-report_2x.png` to that file, and its dark variant beside it."
+    "Write the picture of each cell with a tag such as `save-report_2x.png` to that file, and a dark one beside it."
     for cell in notebook.cells:
         for tag in cell.metadata.get('tags', []):
             if not tag.startswith('save-'): continue
