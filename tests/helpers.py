@@ -77,12 +77,13 @@ class Attentive(nn.Module):
         return self.head(self.norm(x + self.drop(self.attn(x))).flatten(1))
 
 
-def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, **kwargs):
+def learner(model=None, dls=None, loss_func=None, cls=Learner, cbs=None, progress=False, **kwargs):
     dls, model = dls or loaders(), mlp() if model is None else model
     if getattr(dls.device, 'type', 'cpu') == 'xla':
         model.to(dls.device)  # other devices' models are on the CPU until the first fit, as a user's model is
     learn = cls(dls, model, loss_func=loss_func or nn.MSELoss(), cbs=cbs, **kwargs)
-    learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
+    if not progress:
+        learn.remove_cbs([cb for cb in learn.cbs if type(cb).__name__ == 'ProgressCallback'])
     learn.logger = noop
     return learn
 

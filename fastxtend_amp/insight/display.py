@@ -1,10 +1,16 @@
-"Display of results as text and HTML, and lists in sentences."
-import re
-from collections.abc import Iterable
+"Display of results as text and HTML, lists in sentences, and a progress bar."
+import math, re, sys, time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from html import escape
 from textwrap import fill
 
+from fastai.learner import Learner
+from fastcore.basics import noop
+from fastprogress.core import IN_NOTEBOOK
+
 MANY = 4                # modules or reasons that a sentence names; it counts the others
+_UNLIMITED = 3600.      # seconds that a progress bar shows if there is no time limit
 
 
 def some(words: Iterable[str], between: str = ', ') -> str:
@@ -37,3 +43,24 @@ class Shown:
         def html(text): return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
         return ''.join(f'<p style="white-space: pre-wrap">{html(p)}</p>' if isinstance(p, str) else
                        p.to_html(**_FORMAT) for p in self._parts())
+
+
+def _is_interactive():
+    return IN_NOTEBOOK or sys.stdout.isatty()                    # in a file, a bar would be one long line
+
+
+@contextmanager
+def progress_bar(
+    learn: Learner, # No bar without fastai's `ProgressCallback`, as in `learn.no_bar()`
+    seconds: float, # The time limit, which is the length of the bar
+) -> Iterator[Callable]: # To be called with what is running
+    "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
+    if 'progress' not in vars(learn) or not _is_interactive(): return (yield noop)
+    from fastai.callback.progress import progress_bar as fastais # importing it gives every new learner a bar
+    bar = fastais(range(math.ceil(min(seconds, _UNLIMITED))), leave=False)
+    def show(what):
+        bar.comment, now = what, min(int(time.time() - bar.start_t), bar.total - 1)   # a full bar would end
+        if now > bar.last_v: bar.update(now)                     # once a second
+    bar.update(0)
+    try: yield show
+    finally: bar.on_iter_end()

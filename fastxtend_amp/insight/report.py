@@ -19,7 +19,7 @@ from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native, find_pr
 from ..tensors import map_tensors
 from .calls import advised, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
-from .display import some
+from .display import progress_bar, some
 from .evidence import constants_of, equal_numbers, not_fp32, table_of
 from .gradient import N_BATCHES
 from .judge import Judge, NotKnown
@@ -79,12 +79,13 @@ def precision_report(self: Learner,
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
     dl, until = self.dls.train if dl is None else dl, time.monotonic() + max_seconds
-    with random_state_kept(), cuda_rules() if simulated else nullcontext():
+    with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as show:
         with random_state_kept():                                # the runs start from the state before drawing
             drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
 
         def before_run(name):
+            show(name)
             if time.monotonic() > until:
                 raise NotKnown(f'the time limit was reached, `max_seconds={max_seconds:g}`',
                                f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g})")

@@ -12,6 +12,7 @@ from ..learners import training_device
 from ..messages import check_integer
 from .calls import Call
 from .copies import check_above_0, check_learner, loader_like, no_batch
+from .display import progress_bar
 from .random_states import random_state_kept
 from .recommendation import FEWEST_ROUNDS, last_fifth
 from .run import Run
@@ -80,7 +81,7 @@ class Rounds:
     def run(self, rows: dict[str, Call]) -> None: # fp32 first
         "Train in all rows."
         if len(rows) == 1: self.n_steps = 1                      # there is nothing to compare fp32 with
-        with random_state_kept(), ExitStack() as copies:
+        with (random_state_kept(), progress_bar(self.learn, self.left) as self.tick, ExitStack() as copies):
             self.batches = self._batches()
             self.runs = {name: Run(self.learn, name, call) for name, call in rows.items()}
             self.base = self.runs['fp32']
@@ -98,6 +99,7 @@ class Rounds:
         late = (1 - _FOR_BATCHES) * self.left
         for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             drawn.append(to_device(b, training_device(self.learn)))
+            self.tick('batches')
             size += sum(t.nbytes for t in tensors(b))
             if len(drawn) == self.n_steps or size > _BYTES or self.left < late: break
         if not drawn: raise no_batch(self.method)                # of a dataset that can be iterated only once
@@ -113,6 +115,7 @@ class Rounds:
             done = len(base.losses)
             # Back and forth, so that none always follows the same one.
             for run in due[::-1] if len(base.times) % 2 else due:
+                self.tick(run.name)
                 with run.error_recorded(): run.train(range(done, done + size), n_round=done)
             self.drop_slow()
             if len(base.times) == 1:
@@ -148,6 +151,7 @@ class Rounds:
 
     def _train_with(self, seed):
         "Train in fp32 with another seed and another order of the batches, except for the last ones."
+        self.tick('fp32')
         set_seed(seed)
         run = Run(self.learn, 'fp32', self.base.call)
         n_first = self.n_compared - last_fifth(self.n_compared)
