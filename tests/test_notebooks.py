@@ -59,7 +59,7 @@ def execute():
 
 @pytest.mark.slow  # in CI alone
 @pytest.mark.parametrize('name', NOTEBOOKS)
-def test_runs_in_an_empty_folder_and_shows_what_its_text_says(name, execute, tmp_path):
+def test_a_notebook_shows_what_its_text_says(name, execute, tmp_path):
     notebook, file = nbformat.read(NBS / f'{name}.ipynb', as_version=4), tmp_path / f'{name}.ipynb'
     for text, code in CHECKS[name].items():
         at = next(i for i, c in enumerate(notebook.cells) if c.cell_type == 'code' and text in c.source)
@@ -76,7 +76,7 @@ def test_one_cell_is_hidden_which_installs_on_colab(name):
 
 
 @pytest.mark.parametrize('name', NOTEBOOKS)
-def test_outputs_are_stored_without_paths_warnings_and_large_pictures(name):
+def test_outputs_have_no_paths_warnings_or_large_pictures(name):
     assert any(cell.outputs for cell in code_cells(name))
     for output in (o for cell in code_cells(name) for o in cell.outputs):
         data = output.get('data', {})

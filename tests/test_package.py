@@ -152,7 +152,7 @@ print(names() == [*before, 'ProgressCallback'])
 """
 
 
-def test_importing_gives_no_bar_to_those_who_did_not_import_it():
+def test_importing_adds_no_progress_bar():
     assert run('-c', BAR).split() == ['True'] * 3
 
 

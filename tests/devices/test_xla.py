@@ -35,7 +35,7 @@ def has_xla_callback(learn):
     return 'XLADevice' in [type(cb).__name__ for cb in learn.cbs]
 
 
-def test_torch_xla_is_imported_by_nothing_and_then_too_late():
+def test_nothing_imports_torch_xla_before_it_is_needed():
     done = python(
         '-c',
         "import sys; from helpers import learner; learn = learner()\n"

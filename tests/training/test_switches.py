@@ -68,7 +68,7 @@ def test_an_exception_after_a_switch_zeroes_the_gradients():
 
 @pytest.mark.parametrize('event', ['after_pred', 'after_train', 'after_epoch'])
 @pytest.mark.parametrize('start', ['fp32', 'fp16'])
-def test_a_precision_set_in_a_fit_that_fails_is_closed(start, event):
+def test_a_precision_set_in_a_failing_fit_is_closed(start, event):
     learn, before = make(start), process()
     switch = At('before_batch', lambda l: third_batch(l) and l.to_fp16(init_scale=256.0, fp32_modules='0'))
     with pytest.raises(ZeroDivisionError):
@@ -77,7 +77,7 @@ def test_a_precision_set_in_a_fit_that_fails_is_closed(start, event):
 
 
 @pytest.mark.parametrize('event', BATCH[:6])
-def test_a_callback_added_in_a_batch_begins_with_the_next(event):
+def test_a_callback_added_in_a_batch_waits_for_the_next(event):
     def cancel(l):
         if l.train_iter == 0:
             raise core.CancelStepException
