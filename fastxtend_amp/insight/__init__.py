@@ -4,11 +4,10 @@ The path of a verdict, each line calling those below it that are further to the 
 
     report.py              draws batches, asks for a verdict on each precision, and adds notes
       judge.py             runs batches, keeps modules in fp32 or lowers the loss scale, runs again
-        sample.py          one run: a copy of the learner (copies.py) in a precision (calls.py)
+        sample.py          runs a copy of the learner (copies.py) in a precision (calls.py), and compares gradients
           recording.py     knows which module runs, and catches its operators and gradients
             records.py     runs each operator a second time, in fp32, and records the error of the module
         evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
-        gradient.py        compares the mean gradient of several batches with that in fp32
     report_result.py       verdicts, tables, notes and plot
 """
 from ..training import methods as _core

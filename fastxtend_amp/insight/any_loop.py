@@ -13,9 +13,9 @@ from ..learners import model_device
 from ..messages import check_argument, check_integer
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, map_tensors
-from .gradient import N_BATCHES
 from .random_states import random_state_kept
 from .report_result import PrecisionReport
+from .sample import N_BATCHES
 
 # What a verdict says instead of the calls of a learner.
 _CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': 'precision_report(..., precisions=',

@@ -146,17 +146,18 @@ _COLUMNS = 'precision module type format largest headroom error grad underflow f
 _OF_CONSTANTS = 'module line operator constant fp16 bf16 flagged'.split()
 
 
-def table_of(runs: list[Recording], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
+Runs = Mapping[str, list[Recording]]                             # by precision
+
+
+def table_of(runs: Runs, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
     "Return the table of modules, from the first run of each precision that has no error."
-    first = dict[str, Recording]()
-    for low in runs:
-        if not low.error: first.setdefault(low.kind.name, low)
-    rows = (row for name, low in first.items() for row in _rows(name, low, verdicts[name].flagged))
+    first = (low for recordings in runs.values() for low in [r for r in recordings if not r.error][:1])
+    rows = (row for low in first for row in _rows(low, verdicts[low.kind.name].flagged))
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def _rows(name, low, flagged):
-    limit = torch.finfo(low.kind.dtype).max
+def _rows(low, flagged):
+    name, limit = low.kind.name, torch.finfo(low.kind.dtype).max
     for m in sorted(low.modules.values(), key=lambda m: m.name == LOSS):         # those of a validation may follow it
         exact, is_flagged = low.reference.modules.get(m.name, m), m.name in flagged
         if not (exact.largest or is_flagged): continue           # it computes nothing
@@ -168,11 +169,10 @@ def _rows(name, low, flagged):
         yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
 
 
-def constants_of(runs: list[Recording], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
+def constants_of(runs: Runs, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
     "Return the table of constants that are lost, in all runs."
-    modules = (m for low in runs for m in low.modules.values())
+    modules = (m for recordings in runs.values() for low in recordings for m in low.modules.values())
     lost: Any = dict.fromkeys((m.name, *constant) for m in modules for constant in m.constants)
     flagged = {name for v in verdicts.values() for name in v.flagged}
-    rows = [(*constant, *(as_dtype(constant[-1], dtype) for dtype in HALF), constant[0] in flagged)
-            for constant in lost]
+    rows = [(*c, *(as_dtype(c[-1], dtype) for dtype in HALF), c[0] in flagged) for c in lost]
     return pd.DataFrame(rows, columns=_OF_CONSTANTS)

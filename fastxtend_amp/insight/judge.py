@@ -11,11 +11,10 @@ from ..precisions.matching import ROOT, covers, qualified_names
 from .calls import advised, own_precision
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
-from .gradient import GradientDistance, gradient_distance
 from .recording import Recording
 from .records import named
 from .report_result import Verdict
-from .sample import Sample
+from .sample import GradientDistance, Sample, gradient_distance
 
 _LOWEST_SCALE = 2.**-12 # to recommend
 _NEAR = .25             # distance of the mean gradient that modules kept in fp32 should reach

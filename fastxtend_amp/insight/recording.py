@@ -58,11 +58,12 @@ class Recording(TorchDispatchMode):
         self.frames = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.in_backward or not self.frames: return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.in_backward or not self.frames: return func(*args, **kwargs)
         if in_function_transform():
             self.unread[self.frames[-1].record.name] = None
-            return func(*args, **(kwargs or {}))
-        operation = Operation(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        operation = Operation(func, args, kwargs)
         out = self.frames[-1].run(operation)
         if operation.traits.writes and not operation.traits.makes_nothing:
             for caller in self.frames[:-1]: caller.twins.forget(out)             # for them it counts as exact

@@ -21,12 +21,11 @@ from .calls import advised, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
 from .evidence import constants_of, equal_numbers, not_fp32, table_of
-from .gradient import N_BATCHES
 from .judge import Judge, NotKnown
 from .random_states import random_state_kept
 from .records import named
 from .report_result import PrecisionReport, Verdict
-from .sample import Sample
+from .sample import N_BATCHES, Sample
 from .values import largest_value, n_items, readable, tensors
 
 # Work of the fp32 run, about a second; emulated precisions, in which it may take a minute, get fewer samples.
@@ -110,7 +109,7 @@ class _Work:
         for name in () if self.simulated else self.emulated:
             verdict = self.verdicts[name]
             verdict.is_emulated = f'.to_{name}(' in verdict.call
-        runs = [low for judge in self.judges.values() for low in judge.runs]
+        runs = {name: judge.runs for name, judge in self.judges.items()}
         table, constants = table_of(runs, self.verdicts), constants_of(runs, self.verdicts)
         return PrecisionReport(table, self.verdicts, [*self._notes()], constants)
 

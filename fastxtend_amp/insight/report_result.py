@@ -79,14 +79,12 @@ class PrecisionReport(Shown):
         30 at most, in execution order.
         """
         import matplotlib.pyplot as plt
-        modules = self.table.groupby('module', sort=False)[['largest', 'flagged']].max().reset_index()
-        rows = modules.sort_values(['flagged', 'largest'])[-30:].sort_index()
+        modules = self.table.assign(is_half=self.table['format'] != 'fp32').groupby('module', sort=False)
+        rows = modules[['largest', 'flagged', 'is_half']].max().reset_index()
+        rows = rows.sort_values(['flagged', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
-        is_fp32 = self.table['format'] == 'fp32'
-        in_fp32 = is_fp32.groupby(self.table['module']).all()[rows['module']]
-        fill = colors.where(~in_fp32.values, 'none')
-        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=fill)
+        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=colors.where(rows['is_half'], 'none'))
         if 'fp16' in self.verdicts:
             ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
             ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')

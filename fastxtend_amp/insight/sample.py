@@ -1,8 +1,11 @@
-"Runs of batches on a copy of the learner, in its own training loop, in fp32 or lower; no step is taken."
-import re
-from collections.abc import Callable, Iterator, Sequence
+"""Runs of batches on a copy of the learner, in its own training loop, in fp32 or lower; no step is taken.
+
+A `Sample` records what happens in each module; `gradient_distance` looks at the mean gradient only.
+"""
+import math, re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,11 +27,12 @@ from ..training.callback import MixedPrecision
 from .calls import Call, like_own
 from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_reference
-from .random_states import RandomState, set_random_state
+from .random_states import RandomState, random_state, set_random_state
 from .recording import Recording
 from .records import LOSS
-from .values import has_finite_results, readable
+from .values import all_finite, has_finite_results, readable
 
+N_BATCHES = 6  # K, batches whose gradients are compared
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
 
 
@@ -93,6 +97,78 @@ def _validates(learn, batches, predictions):
         predictions += readable(learn.pred)
     return finite
 
+
+# -- the mean gradient
+
+@dataclass
+class GradientDistance:
+    "The distance by which a precision moves the mean gradient."
+    ratio: float = math.inf                                      # inf if a gradient is finite only in fp32
+    n: int = 0                                                   # batches whose gradients are finite in both
+    lost: list = field(default_factory=list)                     # batches whose gradients are finite only in fp32
+    losses: list[float] = field(default_factory=list)            # in fp32
+    error: str = ''                                              # why it is unknown
+
+
+def _gradient(model):
+    "Return the gradient of all parameters as one vector."
+    def grad(p): return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+    return torch.cat([grad(p).flatten() for p in model.parameters()])
+
+
+def gradient_distance(
+    learn: Learner, # Nothing in it changes
+    batches: Iterable, # As a DataLoader gives them
+    kind: type[Precision],
+    keep: Iterable[str], # Modules kept in fp32
+    scale: float, # The loss scale, for fp16
+) -> GradientDistance:
+    """Measure by how many standard errors of the mean gradient a precision moves it, at fixed weights.
+
+    K batches run forward and backward in two copies of `learn`, with its callbacks and the same random draws:
+
+        g_k    gradient of batch k in fp32
+        h_k    gradient of batch k in the precision
+        bias   |mean(h - g)|: what the precision adds to the mean gradient
+        noise  rms(g - mean(g)) / sqrt(K): how uncertain the mean gradient is anyway, with K - 1 in the rms
+        ratio  bias / noise
+
+    A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
+
+    Raises `ValueError` if fewer than two batches give a gradient or all are equal, and any error of the model.
+    """
+    distance, start = GradientDistance(), random_state()
+    g = BackwardOnly(_gradient, lambda loss: distance.losses.append(float(loss.detach())))
+    h = BackwardOnly(_gradient)
+    mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
+    squares = 0.                                                 # of the distances of g_k from their mean
+    with running_copy(learn, Precision) as reference:
+        set_random_state(start)                                  # callbacks may draw weights when a fit begins
+        with running_copy(learn, kind, [*keep], scale) as low:
+            scale = low.mixed_precision.scale or 1.              # without loss scaling
+            reference.add_cb(g)
+            low.add_cb(h)
+            for i, batch in enumerate(batches):
+                state = random_state()
+                for copy in reference, low:
+                    set_random_state(state)
+                    run_batch(copy, i, batch)
+                if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
+                if not all_finite(h.gradients):
+                    distance.lost.append(batch)
+                    continue
+                distance.n += 1
+                change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
+                mean += change / distance.n
+                squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
+    if distance.lost: return distance
+    if not squares: raise ValueError('the noise between batches is unknown')
+    noise = math.sqrt(squares / (distance.n - 1) / distance.n)
+    distance.ratio = float(mean[1].norm()) / noise
+    return distance
+
+
+# -- the copy
 
 @contextmanager
 def running_copy(

@@ -1,4 +1,6 @@
-"The cases of the page 'What the report finds' that need neither transformers nor timm."
+"The cases of 'What the report finds' that need neither transformers nor timm, and healthy models of these libraries."
+
+import re
 
 import pytest
 
@@ -26,3 +28,13 @@ def test_the_report_names_what_maintainers_keep_in_fp32(name):
 def test_steps_are_lost_without_the_advice_and_none_with_it(name):
     call = BREAKS[name].report().verdicts['fp16'].call
     assert lost(BREAKS[name], 'learn.to_fp16()', 3) > 0 == lost(BREAKS[name], call, 3)
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize(
+    'name, library', [('vit_tiny_patch16_224', 'timm'), ('DeepSeek-V3', 'transformers'), ('Llama', 'transformers')]
+)
+def test_healthy_models_that_cast_to_fp32_get_no_line_about_it(name, library):
+    pytest.importorskip(library)
+    text = repr(CASES[name].learner(1).precision_report('bf16'))
+    assert 'safe so far' in text and not re.search('Autocast runs|become equal|is not fp32', text), text

@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp.insight.gradient import gradient_distance
+from fastxtend_amp.insight.sample import gradient_distance
 from fastxtend_amp.precisions import BF16, find_precision
 from helpers import Data, dataset, learner, loaders, mlp
 from states import Act
