@@ -1,6 +1,7 @@
-"The device of a learner, its optimizer, its parameters, and whether they are sharded."
+"What a learner has: its device, optimizer and parameters, its newest loss, and what a file left for a precision."
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from fastai.learner import Learner
@@ -20,7 +21,7 @@ def training_device(learn: Learner) -> torch.device:
     The model's own device if the DataLoaders name none.
     """
     try: device = getattr(learn.dls, 'device', None)
-    except IndexError: device = None                             # what an empty DataLoaders raises for any name
+    except IndexError: device = None                             # an empty DataLoaders raises it for any attribute
     return model_device(learn.model, 'cpu') if device is None else torch.device(device)
 
 
@@ -29,15 +30,32 @@ def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]
     return [] if opt is None else [*{id(p): p for params in opt.param_lists for p in params}.values()]
 
 
+def inner_optimizer(opt: Any) -> Any: # Of fastai or torch, or one around it, as `Lookahead` is; None for None
+    "Return the optimizer that holds the state."
+    while hasattr(opt, 'opt'): opt = opt.opt
+    return opt
+
+
 def optimizer_rules(opt: Optimizer) -> list[Callable]:
     "Return the rules of one of fastai's own optimizers."
     return [getattr(rule, 'func', rule) for rule in opt.cbs]     # some are partial
 
 
 def optimizer_name(opt: Optimizer | OptimWrapper) -> str:
-    "Return the name of `opt` for a user, such as 'AdamW'; fastai's own share one class, so the last rule gives theirs."
+    "Return the name of `opt` for a user, such as 'AdamW'. Those of fastai share a class; their last rule has the name."
     if type(opt) is Optimizer: return optimizer_rules(opt)[-1].__name__.removesuffix('_step').title()
     return type(opt.opt if isinstance(opt, OptimWrapper) else opt).__name__
+
+
+def newest_loss(learn: Learner) -> torch.Tensor | None:
+    "Return the loss of the latest batch that had one: without targets fastai leaves that of an earlier batch."
+    loss = vars(learn).get('loss_grad')                          # `learn.loss_grad` would look at the model as well
+    return loss if isinstance(loss, torch.Tensor) else None
+
+
+def loaded_states(learn: Learner) -> dict[str, Any]: # By `Precision.state_key`
+    "Return the states that `learn.load` has read for precisions that were not set; setting one removes its state."
+    return vars(learn).get('loaded_precision', {})
 
 
 def is_dtensor(t: object) -> bool:
@@ -46,6 +64,6 @@ def is_dtensor(t: object) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    "Return whether a model has DTensors; those of FSDP2 may be whole tensors between a validation and the next use."
+    "Return whether a model is sharded by FSDP2, which may leave its parameters whole after a validation."
     if any(hasattr(m, 'unshard') for m in model.modules()): return True
     return any(map(is_dtensor, model.parameters()))

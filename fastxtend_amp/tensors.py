@@ -1,4 +1,4 @@
-"16-bit tensors, also nested in inputs and predictions."
+"16-bit tensors, also nested in inputs and predictions, and the range of fp16."
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch
 from .compat import tree_map_only
 
 HALF = (torch.float16, torch.bfloat16)
+_FP16 = torch.finfo(torch.float16)
+FP16_LARGEST, FP16_NORMAL, FP16_SMALLEST = _FP16.max, _FP16.tiny, _FP16.tiny * _FP16.eps   # 65,504, 6.1e-5, 2**-24
 
 
 def is_half(t: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from fastai.learner import Learner
 from fastai.text.learner import TextLearner
 from torch import nn
 
-from ..learners import model_device, optimizer_params, training_device
+from ..learners import inner_optimizer, model_device, optimizer_params, training_device
 from ..tensors import map_tensors
 from ..training.checkpoint import wrap_method
 from .files import convert_files
@@ -84,9 +84,9 @@ def move(
     elif not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
 
 
-def _place_state(opt: Any) -> None: # An optimizer of fastai or torch, or one around it
+def _place_state(opt: Any) -> None:
     "Move the optimizer's state to the device of its parameters."
-    while hasattr(opt, 'opt'): opt = opt.opt
+    opt = inner_optimizer(opt)
     if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(opt.state_dict())   # places it itself
     for p, state in opt.state.items():                           # fastai also keeps an entry for `nn.LSTM.bias`, a bool
         if not torch.is_tensor(p): continue

@@ -11,7 +11,7 @@ from fastai.learner import Learner
 from fastcore.foundation import L
 from torch import nn
 
-from ..learners import training_device
+from ..learners import inner_optimizer, training_device
 from ..precisions import PRECISIONS, Precision
 from ..precisions.base import defaults_of, written
 from ..precisions.matching import is_depthwise, is_grouped, match_modules, unwrapped
@@ -61,9 +61,7 @@ def _to_channels_last(learn):
     learn.to_channelslast(use_amp=False)
     learn.model.to(memory_format=torch.channels_last)
     def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
-    opt: Any = learn.opt
-    while hasattr(opt, 'opt'): opt = opt.opt
-    if not opt: return
+    if not (opt := inner_optimizer(learn.opt)): return
     for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..learners import newest_loss
 from ..messages import warn_user
 from ..precisions import Precision
 from ..precisions.fp32_modules import forward_of
@@ -81,9 +82,7 @@ class Watch:
         if watched is None or not learn.training: return
         if not watched.on_cpu: self._check_recorded()
         watched.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), watched.random_state
-        # Without targets fastai leaves the loss of an earlier batch; a learner's own loop may set one all the same.
-        loss = vars(learn).get('loss_grad')
-        if not isinstance(loss, torch.Tensor): return
+        if (loss := newest_loss(learn)) is None: return
         if watched.first_loss is not None and not watched.on_cpu: return
         with torch._C.DisableTorchFunctionSubclass():            # fastai's class would take ten times as long
             if watched.first_loss is None or loss.dim(): loss = loss.detach().mean()

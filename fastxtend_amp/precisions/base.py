@@ -178,8 +178,11 @@ class Precision:
         "Return contexts for a whole fit or validation."
         return [replaced_forwards(self.kept_in_fp32(model), Fp32Forward)]
 
+    def check_training(self, learn: Learner) -> None:
+        "Raise a `ValueError` if model and optimizer cannot be trained in this precision."
+
     def around_training(self, learn: Learner) -> list[Any]:
-        "Return contexts from a fit's first training batch to its end. Raises `ValueError` if it cannot be trained."
+        "Return contexts from a fit's first training batch to its end."
         return []
 
     def around_batch(self, device: torch.device) -> list[AbstractContextManager]:

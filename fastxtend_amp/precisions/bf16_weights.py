@@ -24,8 +24,9 @@ class BF16Weights(BF16):
 
     def prepare(self, learn: Learner) -> None: pass              # weights that are 16-bit already may stay so
 
+    def check_training(self, learn: Learner) -> None: _check(learn.model, learn.opt)
+
     def around_training(self, learn: Learner) -> list[Any]:
-        _check(learn.model, learn.opt)
         allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         self.lowered = _Lowered(learn.opt.opt, dict.fromkeys(params))
@@ -97,15 +98,21 @@ class _Lowered:
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        exact: Any = p.data.float()
+        weight: Any = p.data.float()
         lost: Any = 0.
         for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32
             if part is None: continue
-            whole = exact + part.float()
-            exact, lost = whole, lost + (part.float() - (whole - exact))   # what the sum has rounded away
-        data = exact.to(dtype)
-        rest = (exact - data) + lost
-        # Each in one statement, whatever interrupts.
+            weight, rounded = _two_sum(weight, part.float())
+            lost += rounded
+        data = weight.to(dtype)
+        rest = (weight - data) + lost
+        # In one statement, as an interrupt between two would lose one of them.
         if 'kahan_comp' in state: p.data, state['kahan_comp'], self.rest[p] = data, rest.to(dtype), None
         else: p.data, self.rest[p] = data, None if state else rest
         if p.grad is not None: p.grad = p.grad.to(dtype)
+
+
+def _two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    "Return the sum of `a` and a smaller `b`, and what rounding takes from it: Dekker's fast two-sum."
+    whole = a + b
+    return whole, b - (whole - a)

@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 
 from ..devices import facts
 from ..messages import check_argument, check_bool, check_integer, warn_user
+from ..tensors import FP16_SMALLEST
 from .base import Precision, Support, cpu_support, defaults_of, static_scaler, xla_support
 
 _LARGEST = torch.finfo(torch.float32).max  # which the scale is stored in
@@ -32,7 +33,7 @@ def _xpu(device: torch.device) -> Support:
     return Support('unsupported', 'GradScaler needs float64, which this Intel GPU does not have')
 
 
-def _is_scale(x: Any) -> bool: return 2.**-24 <= x <= _LARGEST
+def _is_scale(x: Any) -> bool: return FP16_SMALLEST <= x <= _LARGEST
 def _is_scaler(x: Any) -> bool:
     return x is None or (isinstance(x, GradScaler) and x.is_enabled() and _is_scale(x.get_scale()))
 def _is_state(x: Any) -> bool: return 0 <= x.get('scale') <= _LARGEST and index(x.get('_growth_tracker')) >= 0
@@ -117,5 +118,5 @@ class FP16(Precision):
         state = state or self.first_state
         check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
         scale, tracker = state['scale'], state['_growth_tracker']
-        if scale < 2.**-24: scale = self.first_scale
+        if scale < FP16_SMALLEST: scale = self.first_scale
         self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})

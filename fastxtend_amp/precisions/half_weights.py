@@ -16,7 +16,7 @@ from torch import nn
 
 from ..learners import is_sharded, optimizer_name, optimizer_rules
 from ..messages import check_bool
-from .base import PRECISIONS, AMPMode, Precision, find_precision, written
+from .base import PRECISIONS, AMPMode, Precision, Support, find_precision, written
 from .bf16 import BF16
 from .bf16_weights import BF16Weights
 from .fp16 import FP16
@@ -39,8 +39,6 @@ class HalfWeights(Precision):
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
     name, color, in_tables = 'half_weights', '#17a2a2', False
-    support = BF16.support                                       # by default; an object has that of its weights
-
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = 'bf16', # Precision of the weights: 'bf16' or 'fp16'
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling (fp16)
@@ -58,19 +56,20 @@ class HalfWeights(Precision):
         if (is_bf16 and loss_scale is not None) or (not master_weights and (flat_master or not is_bf16)):
             raise ValueError(f"{written(self.changed)} cannot be used: loss_scale needs amp_mode='fp16', as bf16 "
                              "needs no loss scaling; flat_master and amp_mode='fp16' need master weights.")
-        self.autocast: Precision = FP16(loss_scale=loss_scale, **kept)
-        if is_bf16: self.autocast = BF16(**kept) if master_weights else BF16Weights(**kept)
-        # What is not about flat master weights is that of autocast in the precision of the weights.
+        self.of_weights: Precision = FP16(loss_scale=loss_scale, **kept)
+        if is_bf16: self.of_weights = BF16(**kept) if master_weights else BF16Weights(**kept)
+        # An object is the precision of its weights in all but the methods below, which are for flat master weights.
         same = ['dtype', 'support', 'prepare', 'scaler', 'first_scale', 'state_key', 'state_dict', 'load_state_dict']
-        if not flat_master: same += ['around_training', 'step']
-        for attribute in same: setattr(self, attribute, getattr(self.autocast, attribute))
+        if not flat_master: same += ['check_training', 'around_training', 'step']
+        for attribute in same: setattr(self, attribute, getattr(self.of_weights, attribute))
+
+    @classmethod
+    def support(cls, device: torch.device) -> Support: return BF16.support(device)     # with the default arguments
 
     @property
-    def kind(self) -> type[Precision]: return PRECISIONS[self.autocast.name]
+    def kind(self) -> type[Precision]: return PRECISIONS[self.of_weights.name]
 
-    def around_training(self, learn: Learner) -> list[Any]:
-        _check_flat(learn)
-        return []
+    def check_training(self, learn: Learner) -> None: _check_flat(learn)
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
         with flat_parameters(learn.opt): step()

@@ -4,15 +4,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..learners import is_dtensor
+from ..learners import inner_optimizer, is_dtensor
 from ..messages import warn_user
 from ..tensors import half_to_float, is_half, map_tensors
 
 
-
 def weights_to_fp32(
     model: nn.Module, # Its parameters stay the same objects
-    opt: Any, # Its optimizer, of fastai or torch or one around it; None if there is none
+    opt: Any, # Its optimizer, or None
 ) -> None:
     """Convert trainable 16-bit parameters, their gradients and their optimizer state to fp32, with one warning.
 
@@ -21,11 +20,12 @@ def weights_to_fp32(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_dtensor(p)}
     other = [f"'{name}' is {p.dtype}" for name, p in trained.items() if p.is_complex() or p.dtype is torch.float64]
     if other:
-        warn_user(f'{other[0]}: autocast leaves {len(other):,} parameters as they are, and their results.\n'
-                  'Convert float64 with `learn.model.float()`. Complex parameters need bf16, as fp16 fails.', model)
+        warn_user(f'{other[0]}: autocast does not convert float64 and complex parameters (here {len(other):,}), nor '
+                  'what is computed with them.\nConvert float64 with `learn.model.float()`. Complex parameters need '
+                  'bf16, as fp16 fails.', model)
     half = {name: p for name, p in trained.items() if is_half(p)}
     if not half: return
-    while hasattr(opt, 'opt'): opt = opt.opt
+    opt = inner_optimizer(opt)
     megabytes = sum(p.nbytes for p in half.values()) / 1e6
     for p in half.values():
         p.data = p.data.float()

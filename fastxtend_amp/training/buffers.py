@@ -19,11 +19,12 @@ class Buffers:
         self.good: dict[Any, torch.Tensor] = {}                  # values by device, dtype and shape
 
     def look_at(self, model: nn.Module) -> None:
-        "From now on these are those of `model`."
+        "From now on these are the buffers of `model`, with the values that they have."
         self.owners = [m._buffers for m in model.modules() if m._buffers]
+        self.repair()
 
     def repair(self, found_inf: bool | torch.Tensor = False) -> None:
-        "After a bad step, restore values that became NaN or infinite; remember all. Never synchronizes."
+        "Restore values that a bad step made NaN or infinite, and remember all of them. Never synchronizes."
         good, self.good = self.good, {}
         for key, buffers in self._alike().items():
             now = torch.stack(buffers)

@@ -15,7 +15,6 @@ After an exception the parts in `loop.py` close what is open.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from fastai.callback import fp16
 from fastai.callback.core import CancelStepException, _events, _inner_loop
 from fastai.learner import Learner
 
+from ..learners import loaded_states, newest_loss
 from ..messages import check_argument, check_integer, warn_user
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import half_to_float, is_half, map_tensors
@@ -90,13 +90,26 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
-            if self.in_batch:
-                raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
-                                   'and the other methods take effect at its end.')
-            self.close()
-            if self.learn is not None: self.parts = ()
-            if value is not None: self._continue(value)
+            if self.learn is not None: self._leave()
+            if value is not None: self._join(value)
         object.__setattr__(self, name, value)                    # fastai would look each name up on learner and model
+
+    def _leave(self) -> None:
+        "Close what is open on the learner that this callback leaves."
+        if self.in_batch:
+            raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
+                               'and the other methods take effect at its end.')
+        self.close()
+        self.parts = ()
+
+    def _join(self, learn: Learner) -> None:
+        "Continue from the state that `learn.load` read before this callback was added, unless a scale was passed."
+        state = loaded_states(learn).pop(self.precision.state_key, None)
+        if state is None: return
+        given = self.precision.changed.keys() & {'init_scale', 'scaler'}
+        if not given: self.precision.load_state_dict(state)
+        elif self.scale != state['scale']:
+            warn_user(f"The loaded loss scale of {state['scale']:,.9g} is not used because `{given.pop()}` was given.")
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
         return {**vars(self), 'fit': None, 'parts': (), 'waiting': None, 'methods': None}
@@ -118,8 +131,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
         It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
         """
-        has_steps = self.precision.kind is not Precision and self.history.read()
-        return self.state_dict().get('scale', 1. if has_steps else None)
+        only_skips = self.precision.kind is not Precision and self.history.read()
+        return self.state_dict().get('scale', 1. if only_skips else None)
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted optimizer step so far, except in `lr_find`."
@@ -145,23 +158,12 @@ class MixedPrecision(fp16.MixedPrecision):
         self.close()                                             # a fit that goes on opens again
         self.precision.load_state_dict(state)
 
-    def _continue(self, learn: Learner) -> None:
-        "Continue from what `learn.load` found before this callback was there; a scale that was given counts more."
-        states = {**vars(learn).get('loaded_precision', {})}
-        state = states.pop(self.precision.state_key, None)
-        if state is None: return
-        learn.loaded_precision = states
-        given = self.precision.changed.keys() & {'init_scale', 'scaler'}
-        if not given: self.precision.load_state_dict(state)
-        elif self.scale != state['scale']:
-            warn_user(f"The loaded loss scale of {state['scale']:,.9g} is not used because `{given.pop()}` was given.")
-
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
         "Return `loss` times the loss scale in a training batch with loss scaling, otherwise `loss` itself."
         if scaling := self._scaling:
-            scaling.versions = None                              # its backward pass adds to scaled gradients
+            scaling.compares_gradients = False                   # its backward pass adds to scaled ones
             loss = scaling.scale_loss(loss)
         return loss
 
@@ -169,8 +171,8 @@ class MixedPrecision(fp16.MixedPrecision):
 
     @property
     def autocast(self) -> Any:
-        "Autocast as a context, for callbacks that call the model; None outside of a fit."
-        return self.fit and next(iter(self.fit.precision.around_batch(self.fit.device)), nullcontext())
+        "A new `learn.amp_context()`, for callbacks that call the model; None outside of a fit."
+        return self.fit and self.learn.amp_context()
     @property
     def _scaling(self) -> Scaling | None: return self.fit and self.fit.scaling
     @property
@@ -179,7 +181,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return any(part.in_batch for part in self.parts)
 
     def at_batch_end(self, change: Callable[[], Any]) -> None:
-        "Call `change` now, or when the batch that is open has ended; it replaces an earlier change of that batch."
+        "Call `change` when the open batch has ended, instead of an earlier change of that batch; else now."
         self.waiting = change
         if not self.in_batch: self.do_waiting()
 
@@ -188,8 +190,8 @@ class MixedPrecision(fp16.MixedPrecision):
         change, self.waiting = self.waiting, None
         if change: change()
 
-    def open_fit(self) -> Fit: # It checks the model, and enters what lasts for the fit
-        "Return the fit that is open; begin it if there is none."
+    def open_fit(self) -> Fit:
+        "Return the open fit; if there is none, check model and device, and begin one."
         if self.fit: return self.fit
         if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
@@ -199,7 +201,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return self.fit
 
     def _watch(self) -> None:
-        "Have the watchers begin with the fit that is open."
+        "Let the watchers begin with the open fit."
         self.fit.watched = None
         for method in self.bound()['after_open']: method()
 
@@ -221,7 +223,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if event_name == 'after_fit': self.run = True            # as fastai does
 
     def bound(self) -> dict[str, list[Callable]]:
-        "Return the methods of each event, here and then in the watchers, found once."
+        "Find the methods of each event, here and then in the watchers."
         self.methods = {e: [getattr(x, e) for x in (self, *self.watchers) if hasattr(type(x), e)] for e in _EVENTS}
         return self.methods
 
@@ -231,25 +233,26 @@ class MixedPrecision(fp16.MixedPrecision):
         self.methods = None
 
     def before_fit(self):
-        "Begin the fit before the first batch is loaded, so that a precision that cannot be used raises here."
-        if self.fit or not self.parts: return        # `validate()` opens one in `before_validate`
+        "Begin the fit, so that a precision that cannot be used raises an error before the first batch is loaded."
+        if self.fit or not self.parts: return                    # of a validation inside a fit; an event called by hand
         self.open_fit().precision.prepare(self.learn)            # before a distributed trainer wraps the model
 
     def before_train(self):
-        "Count skipped steps from here."
+        "Remember where the epoch begins, for `SkippedStepsMetric`."
         self.history.epoch_start = len(self.history.read())
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
         if not self.parts: return
         fit = self.open_fit()
-        fit.casts, device_type = None, fit.device.type
+        fit.casts = None                                         # those of an earlier validation
         if not fit.precision.dtype: return
-        # The cache lives as long as any autocast is open: this one changes nothing else.
+        # The cache lives as long as any autocast is open. This one changes nothing else.
+        device_type = fit.device.type
         self.parts[-1].enter(torch.autocast(device_type, enabled=torch.is_autocast_enabled(device_type)))
 
     def after_validate(self):
-        "Drop the casts, before callbacks of a higher order exchange the weights."
+        "Drop the casts. Callbacks of a higher order may now exchange the weights."
         if self.parts: self.parts[-1].close()
 
     def before_batch(self):
@@ -263,15 +266,14 @@ class MixedPrecision(fp16.MixedPrecision):
         for context in fit.precision.around_batch(fit.device): self.parts[-1].enter(context)
 
     def after_pred(self):
-        "Give the loss and the metrics fp32."
+        "Convert predictions to fp32, for loss and metrics."
         if self.fit.precision.dtype: self.learn.pred = map_tensors(half_to_float, self.learn.pred)
 
     def after_loss(self):
-        "Exit autocast; record and back-propagate the loss in fp32."
+        "Exit autocast, and convert the loss to fp32."
         self.parts[-1].close()
-        loss = vars(self.learn).get('loss_grad')                 # without targets an earlier batch's, already fp32
-        if not isinstance(loss, torch.Tensor) or not is_half(loss): return
-        self.learn.loss, self.learn.loss_grad = self.learn.loss.float(), loss.float()
+        loss, learn = newest_loss(self.learn), self.learn
+        if loss is not None and is_half(loss): learn.loss, learn.loss_grad = learn.loss.float(), loss.float()
 
     def before_backward(self):
         "Scale the loss."
@@ -281,7 +283,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
         if not (scaling := self.fit.scaling): return
         scaling.unscale()
-        if scaling.found_inf is True: raise CancelStepException
+        if scaling.host_skips: raise CancelStepException
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."
@@ -298,11 +300,11 @@ class MixedPrecision(fp16.MixedPrecision):
     after_cancel_batch = after_batch                             # before callbacks of a higher order run
 
     def after_train(self):
-        "Read what the device decided in this epoch: fastai's Recorder synchronizes here anyway."
+        "Read what the device has decided in this epoch. Fastai's Recorder synchronizes here anyway."
         if scaling := self._scaling: scaling.read()
 
     def after_fit(self):
-        "End the fit, so that callbacks of a higher order can load weights; a `validate()` inside it ends nothing."
+        "End the fit. Callbacks of a higher order may now load weights. A validation inside the fit ends nothing."
         if self.fit is None or len(self.parts) > 1 or self.in_batch: return
         is_silent = self.on_overflow == 'ignore' or self.fit.has_warned
         if self.fit.scaling and not is_silent and (message := self.fit.scaling.skip_message()): warn_user(message)

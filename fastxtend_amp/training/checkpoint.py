@@ -19,7 +19,7 @@ from fastai.text.learner import TextLearner
 from fastai.torch_core import rank_distrib
 from fastcore.xtras import join_path_file
 
-from ..learners import is_sharded, training_device
+from ..learners import is_sharded, loaded_states, training_device
 from ..precisions import PRECISIONS
 from ..precisions.fp32_modules import remove_forwards
 from .loop import precision_callback
@@ -31,7 +31,7 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
     The file is written beside the old one, which it replaces when it is complete.
     """
     cb, opt = precision_callback(self), self.opt
-    states = {**vars(self).get('loaded_precision', {})}          # of a file that was loaded without that precision
+    states = {**loaded_states(self)}                             # of a file that was loaded without that precision
     if cb is not None: states[cb.precision.state_key] = cb.precision.state_dict()
     if cb is None and not states: return original(self, file, **kwargs)
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
         cb.close()                                               # converts weights that are bf16 in a fit to fp32
         self.model.to(training_device(self))                     # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
-    if kwargs.get('with_opt') is not False: vars(self).pop('loaded_precision', None)     # of an earlier file
+    if kwargs.get('with_opt') is not False: loaded_states(self).clear()     # of an earlier file
     of_optimizer = self.opt.load_state_dict
 
     def load_state_dict(state: Any) -> None:

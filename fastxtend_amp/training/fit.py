@@ -19,11 +19,11 @@ from .scaling import Scaling
 
 class Fit(ExitStack):
     "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
-    model: Any = None                                            # whose forwards are replaced
-    scaling: Scaling | None = None
-    is_training = False                                          # what training needs was checked
+    model: Any = None                                            # the one that `model_contexts` are open for
+    scaling: Scaling | None = None                               # None without loss scaling
+    is_training = False                                          # True from the first training batch on
     watched: Any = None                                          # what the watch keeps, while it watches
-    has_warned = False                                           # a failure was reported
+    has_warned = False                                           # whether a failure was reported
     casts: Any = None                                            # model and weights whose casts autocast keeps
 
     def __init__(self, cb: Any): # A `MixedPrecision`
@@ -33,7 +33,7 @@ class Fit(ExitStack):
         precision.check_device(device)
         if precision.dtype: check_parallel(precision, learn.model)
         precision.check(learn.model)
-        self.model_contexts = self.enter_context(ExitStack())
+        self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`
         scaler = precision.scaler(device)
         if scaler is None and precision.kind is not Precision and cb.on_overflow == 'fix':
             scaler = static_scaler(device.type, 1.)
@@ -41,25 +41,26 @@ class Fit(ExitStack):
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
     def use_model(self) -> None:
-        "Enter what the precision names around a fit, if the learner's model has changed."
+        "Enter what the precision names around a fit, for the model that the learner has now."
         model = self.learn.model
         if model is self.model: return
         self.model_contexts.close()
         for context in self.precision.around_fit(model): self.model_contexts.enter_context(context)
         self.model = model
-        if self.scaling is not None: self.scaling.buffers.look_at(model)
+        if self.scaling is not None and self.is_training: self.scaling.buffers.look_at(model)
 
     def begin_training(self) -> None:
-        "Check what only training needs, once."
-        if self.is_training: return
+        "Prepare and check what only training needs, before the first training batch."
         self.is_training = True
+        # Once more: loops over `one_batch` have no `before_fit`, after which callbacks may also have loaded weights.
         self.precision.prepare(self.learn)
+        self.precision.check_training(self.learn)
         warn_of_emulation(self.learn, self.precision, self.device)
         for context in self.precision.around_training(self.learn): self.enter_context(context)
-        if self.scaling is not None: self.scaling.buffers.repair()  # notes their values
+        if self.scaling is not None: self.scaling.buffers.look_at(self.model)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
-        "Run a backward pass of the loop."
+        "Run a backward pass of fastai's loop."
         backward()
         if self.scaling is not None: self.scaling.note_gradients()
 
@@ -67,11 +68,11 @@ class Fit(ExitStack):
         "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
         if self.scaling is not None:
             self.scaling.end_pass()
-            if self.scaling.found_inf is True: raise CancelStepException()
+            if self.scaling.host_skips: raise CancelStepException()
         self.precision.step(self.learn, step)
 
     def end(self, failed: bool) -> None:
-        "Exit everything; with loss scaling, gradients are zeroed after a failure, unless nothing was trained."
+        "Exit all contexts. With loss scaling, a failure in training zeroes the gradients."
         vars(self.learn).pop('scaler', None)
         with self:
             if self.scaling is not None: self.scaling.end(failed and self.is_training)

@@ -63,20 +63,19 @@ def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> N
 
 
 def run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, run: Callable[[], None]) -> None:
-    "Run the outermost part, or any part in plain fp32; a precision may be set or exchanged in it."
+    "Run the outermost part, in which a precision may be set or exchanged. Without one each part counts as outermost."
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
         warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "
                   'imported last.\nImport fastxtend_amp after fastai, or call `learn.to_fp16()`.', fp16.MixedPrecision)
     if cb and cb.learn is not learn:
         raise RuntimeError('The `MixedPrecision` callback of this learner has since been added to another learner. '
                            'Create one for each.')
-    is_users_loop = event_type == 'batch'                        # over `one_batch`; it has one fit for all batches
+    is_users_loop = event_type == 'batch'                        # over `one_batch`: all batches belong to one fit
     try:
         if cb is None: return run()
         if not is_users_loop: cb.close()
-        if event_type == 'fit': cb.precision.around_training(learn)   # raises before other callbacks begin
+        if event_type == 'fit': cb.precision.check_training(learn)    # before other callbacks change the learner
         device_type = training_device(learn).type
-        # A KeyboardInterrupt between two lines of `torch.autocast.__enter__` leaves state that no `__exit__` restores.
         restored: Any = autocast_restored(device_type) if autocast_available(device_type) else nullcontext()
         with backward_without_autocast(), restored:
             cb.parts = []

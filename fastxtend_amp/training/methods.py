@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
-from ..learners import training_device
+from ..learners import loaded_states, training_device
 from ..messages import check_bool
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.fp32_modules import remove_forwards
@@ -123,12 +123,12 @@ def precision_as(self: Learner,
     The learner's own precision, with its loss scale and history, is restored on exit.
     """
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
-    own, loaded = precision_callback(self), vars(self).get('loaded_precision')
+    own, loaded = precision_callback(self), {**loaded_states(self)}
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     try: yield set_precision(self, None if new.precision.kind is Precision else new)
     finally:
         exchange(self, own)                                      # without a check: the model may have been exchanged
-        if loaded is not None: self.loaded_precision = loaded    # which `new` may have continued from
+        loaded_states(self).update(loaded)                       # `new` may have continued from it
 
 
 @patch

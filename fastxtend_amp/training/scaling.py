@@ -25,19 +25,20 @@ from fastai.learner import Learner
 from ..compat import around_backward
 from ..learners import is_dtensor, optimizer_params
 from ..messages import warn_user
+from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
 from .optimizers import skips_on_device
 
-_LOWEST = 2.**-24  # fp16's smallest number
-_ROOM = 65504 / 16  # fp16's largest number, with room for a gradient 16 times as large
+_ROOM = FP16_LARGEST / 16  # leaves room for a gradient 16 times as large
 _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the callback that has used it
 
 
 class Gradients(Enum):
-    "The state of the gradients."
-    BETWEEN_STEPS = 0                                            # true, as after `zero_grad`
-    SCALED = 1                                                   # times the scale: backward passes add to them
-    IN_STEP = 2                                                  # unscaled, in a step that is under way
+    "What the gradients are at present."
+    BETWEEN_STEPS = 'true, as after `zero_grad`'
+    SCALED = 'times the scale: backward passes add to them'
+    IN_STEP = 'true, in a step that is under way'
+    IN_PASS = 'times the scale again, while another backward pass of that step runs'
 
 
 class Scaling:
@@ -47,71 +48,86 @@ class Scaling:
     its end, or zeroed after an exception and if one is not finite.
     """
     def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
-        state, self.one = scaler.state_dict(), torch.ones((), device=device)
         owner = _OWNERS.setdefault(scaler, ref(cb))()
         if owner is not cb and owner is not None and owner.learn is not None:
             raise ValueError('This `scaler` belongs to another learner, with which it would share the loss scale. '
                              'Create one for each learner.')
         _OWNERS[scaler] = ref(cb)
-        self.scaler, self.first_scale, self.tracker = scaler, cb.precision.first_scale, state['_growth_tracker']
-        self.learn, self.history = cb.learn, cb.history
-        self.scale: Any = scaler.scale(self.one)                 # a copy of the scale; None if that may have changed
-        self.first_step = len(self.history.read())               # in the history
-        self.before_lr_find = state if 'lr_finder' in vars(self.learn) else None
-        self.gradients = Gradients.BETWEEN_STEPS
-        self.versions: list | None = None if state['scale'] == 1 else []   # of the gradients; None: no more compared
-        self.passes: list[Any] = []                              # of this step; each is an optimizer to `GradScaler`
-        self.in_pass = False                                     # whether the second one, or a later one, is running
-        self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
-        # Whether the newest step has a gradient that is not finite; a 0-dim tensor if it is skipped on the device.
-        self.found_inf: bool | torch.Tensor = False
-        # As far as the host knows:
-        self.skips_in_a_row = 0                                  # up to the newest step
-        self.is_low, self.has_warned = self._is_low(state['scale']), False
-        self.largest: float | None = None                        # gradient of this step, where the scale is low
+        state = scaler.state_dict()
+        self.scaler, self.device, self.learn, self.history = scaler, device, cb.learn, cb.history
+        self.first_step = len(self.history.read())               # of this fit, in the history
+        self.before_lr_find = state if 'lr_finder' in vars(self.learn) else {}
         self.buffers = Buffers()
+        # The scale.
+        scaler.scale(torch.ones((), device=device))              # puts it on the device
+        self.scale = self._copied_scale()                        # at which the next step is made
+        self.tracker = state['_growth_tracker']                  # counts as `GradScaler` does, without synchronizing
+        self.first_scale = cb.precision.first_scale
+        self.low = min(1., self.first_scale)                     # below this, skipped steps have lowered it too far
+        # The step.
+        self.gradients = Gradients.BETWEEN_STEPS
+        self.passes: list[Any] = []                              # backward passes; each is an optimizer to `GradScaler`
+        self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
+        self.found_inf: bool | torch.Tensor = False              # a tensor if a fused optimizer skips the step
+        self.largest = math.inf                                  # gradient before anybody clips, where the scale is low
+        self.compares_gradients = state['scale'] != 1            # in the first step, to find who changes scaled ones
+        self.versions: list[tuple[int, int]] = []                # of the gradients after the newest backward pass
+        # What the host knows.
+        self.skips_in_a_row = 0                                  # up to the newest step
+        self.is_low, self.has_warned = state['scale'] < self.low, False
+
+    @property
+    def host_skips(self) -> bool:
+        "Whether the host has to skip this step."
+        return self.found_inf is True
+
+    @property
+    def in_step(self) -> bool: return self.gradients in (Gradients.IN_STEP, Gradients.IN_PASS)
 
     # -- a step
 
     def start(self) -> None:
-        "Scale what is in the gradients, so that a loss scaled by anybody can be added."
-        if self.gradients is Gradients.IN_STEP: self.cancel()   # what an exception or a cancelled batch left
-        if self.gradients is Gradients.BETWEEN_STEPS: self._multiply()
+        "Scale accumulated gradients, so that the next backward pass can add to them."
+        if self.gradients is Gradients.SCALED: return
+        self.cancel()                                            # a step that an exception or a cancelled batch left
+        self._multiply()
         self.gradients = Gradients.SCALED
 
     def scale_loss(self, loss: Any) -> Any: # A tensor; before a step also several
         "Return the loss (fp32) times the scale. During a step gradients are scaled while its backward pass runs."
-        if self.gradients is not Gradients.IN_STEP: self.start()
+        if not self.in_step:
+            self.start()
+            return self.scaler.scale(loss)
+        self.end_pass()                                          # of a backward pass that failed
         loss = self.scaler.scale(loss)
-        if self.gradients is Gradients.IN_STEP:
-            self.end_pass()                                      # of one that failed
-            around_backward(loss, self._begin_pass, self.end_pass)
+        around_backward(loss, self._begin_pass, self.end_pass)
         return loss
 
     def _begin_pass(self) -> None:
-        if not self.in_pass: self._multiply()                    # once for several losses
-        self.in_pass = True
+        if self.gradients is Gradients.IN_STEP: self._multiply() # once for several losses
+        self.gradients = Gradients.IN_PASS
 
     def end_pass(self) -> None:
-        "Unscale the gradients at the end of a second backward pass of a step; of one that failed, before the step."
-        if self.in_pass: self._divide()
-        self.in_pass = False
+        "Unscale the gradients after another backward pass in a step; if that failed, before the optimizer's step."
+        if self.gradients is not Gradients.IN_PASS: return
+        self._divide(self._params())
+        self.gradients = Gradients.IN_STEP
+
+    def note_gradients(self) -> None:
+        "In the first step, record the versions of the gradients after a backward pass."
+        if self.compares_gradients: self.versions = _versions(self._params())
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         self.found_inf = False
         if self.gradients is not Gradients.SCALED or not (params := self._params()): return
-        if self.versions and self.versions != _versions(params): warn_of_early_changes(self.learn)
-        self.versions = None
-        self.gradients = Gradients.IN_STEP
+        if self.compares_gradients and self.versions not in ([], _versions(params)): warn_of_early_changes(self.learn)
+        self.compares_gradients = False
         on_device = not self.is_low and skips_on_device(self.learn.opt, params)        # the host mends a low scale
         self.fused = self.learn.opt.opt if on_device else None
+        self.gradients = Gradients.IN_STEP
         self._divide(params)
-        self.largest = largest_of(params) if self.is_low else None   # before anybody clips
-
-    def note_gradients(self) -> None:
-        "In the first step, note the gradients after a backward pass: whoever changes them before they are unscaled."
-        if self.versions is not None: self.versions = _versions(self._params())
+        self.largest = largest_of(params) if self.is_low else math.inf
 
     def _params(self) -> list[Any]: return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
 
@@ -120,8 +136,8 @@ class Scaling:
         for p in self._params(): grads[p.grad.device].append(p.grad)
         for device, alike in grads.items(): torch._foreach_mul_(alike, self.scaler._scale.to(device))
 
-    def _divide(self, params: list[Any] | None = None) -> None:
-        self.passes.append(SimpleNamespace(param_groups=[{'params': params or self._params()}]))
+    def _divide(self, params: list[Any]) -> None:
+        self.passes.append(SimpleNamespace(param_groups=[{'params': params}]))
         self.scaler.unscale_(self.passes[-1])
         found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
         if self.fused is None: self.found_inf = any(map(bool, found))   # synchronizes, once for each device
@@ -131,39 +147,37 @@ class Scaling:
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        if self.gradients is not Gradients.IN_STEP:             # another callback cancelled it
+        if not self.in_step:                                     # another callback cancelled it
             self.found_inf = False
             return
-        if self.one.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
+        if self.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
         self.buffers.repair(self.found_inf)
-        if self.scale is None: self.scale = self.scaler.scale(self.one)
         self.history.add(self.scale, self.found_inf)
-        self._close()
+        self._end_step()
         self.tracker += 1
         if self.found_inf is not False or self.tracker == self.scaler.get_growth_interval():
-            self.scale, self.tracker = None, 0
+            self.scale, self.tracker = self._copied_scale(), 0
         if not self.history.unread: self.read()                  # once in 512 steps
         if isinstance(self.found_inf, bool):
             self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
             if self.found_inf or self.is_low: self._mend_scale()
 
     def cancel(self) -> None:
-        "Keep scale and growth tracker: the step was cancelled."
-        if self.gradients is Gradients.IN_STEP: self._close(self.scaler.get_scale())
+        "End a step that another callback cancelled: scale and growth tracker stay."
+        if self.in_step: self._end_step(self.scaler.get_scale())
 
-    def _close(self, new_scale: float | None = None) -> None: # None lets the scale grow or back off
-        "End the step."
+    def _end_step(self, new_scale: float | None = None) -> None: # As in `GradScaler.update`: None grows or backs off
         self.end_pass()
         self.scaler.update(new_scale)
         if self.fused:
             for name in ('grad_scale', 'found_inf'): vars(self.fused).pop(name, None)
             # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above 0 until the host mends it.
-            self.scaler._scale.clamp_(min=_LOWEST / 2)
+            self.scaler._scale.clamp_(min=FP16_SMALLEST / 2)
         self.passes, self.fused, self.gradients = [], None, Gradients.BETWEEN_STEPS
 
-    # -- a scale that has fallen too low
+    # -- the scale
 
-    def _is_low(self, scale: float) -> bool: return scale < min(1, self.first_scale)
+    def _copied_scale(self) -> torch.Tensor: return self.scaler._scale.to(self.device, copy=True)
 
     def _mend_scale(self) -> None:
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
@@ -172,31 +186,35 @@ class Scaling:
         first scale, and the largest one of a good step of this fit.
         """
         scale = new = self.scaler.get_scale()
-        self.is_low = self._is_low(scale)
-        if not self.is_low: return
-        good = (s for s in self.history.read()[self.first_step:] if not self._is_low(s))
-        most = min(self.first_scale, max(good, default=math.inf))
-        if scale < _LOWEST or self.largest == 0: new = most
-        elif not self.found_inf and self.largest is not None:
-            fits = 2. ** math.floor(math.log2(_ROOM / self.largest))
-            new = max(scale, min(fits, most))
+        if scale < self.low:
+            good = (s for s in self._steps() if s >= self.low)
+            most = min(self.first_scale, max(good, default=math.inf))
+            if scale < FP16_SMALLEST or self.largest == 0: new = most
+            elif self.largest < math.inf:
+                fits = 2. ** math.floor(math.log2(_ROOM / self.largest))
+                new = max(scale, min(fits, most))
+        self.is_low = new < self.low
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
-        self.is_low, self.scale = self._is_low(new), None
+        self.scale = self._copied_scale()
         if not self.has_warned:
             warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}; it has been reset to {new:,.9g}.')
         self.has_warned = True
 
+    def _steps(self) -> list[float]:
+        "Return the scales of this fit's steps, negative for skipped ones; this synchronizes."
+        return self.history.read()[self.first_step:]
+
     def read(self) -> None:
-        "Fetch the device's decisions; this synchronizes."
-        steps = self.history.read()[self.first_step:]
+        "Fetch what the device has decided; this synchronizes."
+        steps = self._steps()
         self.skips_in_a_row = sum(1 for _ in takewhile(lambda scale: scale < 0, reversed(steps)))
-        for s in steps[-1:]: self.is_low = self._is_low(s if s > 0 else -s * self.scaler.get_backoff_factor())
+        for s in steps[-1:]: self.is_low = (s if s > 0 else -s * self.scaler.get_backoff_factor()) < self.low
 
     @property
     def is_skip_odd(self) -> bool:
         "True if the newest step was skipped at a scale of 1 or less, or below that of a good step of this fit."
-        steps = self.history.read()[self.first_step:]
+        steps = self._steps()
         return bool(steps) and 0 < -steps[-1] <= max(1, max(steps) * self.scaler.get_backoff_factor())
 
     # -- the end of the fit
@@ -215,15 +233,17 @@ class Scaling:
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
-        skips = [*self.history.skips(self.first_step)]
+        skips = [scale < 0 for scale in self._steps()]
         n, skipped = len(skips), sum(skips)
-        if 2 * skipped <= n or self.before_lr_find is not None: return ''
+        if 2 * skipped <= n or self.before_lr_find: return ''
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
         if self.scaler.get_backoff_factor() < 1:
             text += f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.'
         return text
 
+
+# -- the gradients
 
 def _versions(params: list[Any]) -> list[tuple[int, int]]: return [(id(p.grad), p.grad._version) for p in params]
 
