@@ -12,7 +12,8 @@ from .precisions import AMPMode, Precision, Support
 from .precisions.half_weights import HalfWeights
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
-from .training import checkpoint as _checkpoint, methods as _methods
+from .training import methods as _methods
+from .training.checkpoint import load_learner
 from .training.metrics import LossScaleMetric, SkippedStepsMetric
 from .training.optimizers import fused, kahan
 from .backends import sharded as _sharded
@@ -27,8 +28,8 @@ if not _has_bar: del _sys.modules['fastai.callback'].progress, _sys.modules['fas
 
 # `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
 __all__ = ['AMPMode', 'HalfWeights', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
-           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'precision_report',
-           'precision_support']
+           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'load_learner',
+           'precision_report', 'precision_support']
 
 
 def __getattr__(name):

@@ -111,6 +111,11 @@ print(is_depthwise(nn.Conv2d(8, 8, 3, groups=8)))  # True
     'is_grouped': '''
 print(is_grouped(nn.Conv2d(8, 8, 3, groups=4)))  # True
 ''',
+    'load_learner': '''
+file = learn.save('model')
+try: load_learner(file)
+except AttributeError as e: print('Create the learner and call `learn.load`' in str(e))  # True
+''',
     'precision_support': '''
 precision_support()                         # a row for each device and precision
 ''',

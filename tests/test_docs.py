@@ -81,7 +81,8 @@ def test_api_pages_have_every_public_name_with_a_meaning_of_each_argument():
 
 @pytest.mark.parametrize('name', api_examples.EXAMPLES)
 @pytest.mark.filterwarnings('ignore')
-def test_examples_of_the_api_print_what_they_say(name, capsys):
+def test_examples_of_the_api_print_what_they_say(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pytest.importorskip({'kahan': 'optimi', 'to_fp8': 'torchao'}.get(name, 'torch'))
     code = api_examples.EXAMPLES[name]
     torch.manual_seed(0)

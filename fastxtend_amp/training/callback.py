@@ -171,7 +171,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     @property
     def autocast(self) -> Any:
-        "A new `learn.amp_context()`, for callbacks that call the model; None outside of a fit."
+        "A new `learn.amp_context()`, for callbacks; None outside of a fit."
         return self.fit and self.learn.amp_context()
     @property
     def _scaling(self) -> Scaling | None: return self.fit and self.fit.scaling

@@ -4,7 +4,7 @@ It is in the optimizer's state, as fastai reads a file with a third key as that 
 importing this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another
 `state_dict` or `load_state_dict` for the call; and `Learner.export`, which then writes fp32.
 """
-import functools
+import functools, pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from fastai import learner
 from fastai.callback import fp16
 from fastai.learner import Learner
 from fastai.text.learner import TextLearner
@@ -105,6 +106,20 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
 
 def _is_ours(x: Any) -> bool:
     return isinstance(x, fp16.MixedPrecision) or type(x).__module__.startswith('fastxtend_amp.')
+
+
+def load_learner(
+    fname: Any, # A file of `learn.export`
+    cpu: bool = True, # False puts the learner on fastai's default device
+    pickle_module: Any = pickle, # Reads the file
+) -> Learner:
+    "Call fastai's `load_learner`. For a file of `learn.save`, its error says what to call."
+    try: return learner.load_learner(fname, cpu, pickle_module)
+    except AttributeError as e:
+        if isinstance(e.obj, dict):
+            e.args = (f'{e}: the file is from `learn.save`. Create the learner and call `learn.load`; `load_learner` '
+                      'reads files of `learn.export`.',)
+        raise
 
 
 def wrap_method(
