@@ -110,7 +110,7 @@ def _is_ours(x: Any) -> bool:
 
 def load_learner(
     fname: Any, # A file of `learn.export`
-    cpu: bool = True, # False puts the learner on fastai's default device
+    cpu: bool = True, # False puts it on the default device
     pickle_module: Any = pickle, # Reads the file
 ) -> Learner:
     "Call fastai's `load_learner`. For a file of `learn.save`, its error says what to call."
