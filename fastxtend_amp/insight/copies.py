@@ -159,11 +159,8 @@ _SILENT = dict(logger=noop, save=noop, load=noop, export=noop)
 def _copy(learn, optimizer):
     new = object.__new__(type(learn))
     cbs = [cb for cb in learn.cbs if runs_on_copy(cb)]
-    shared = [learn.lock]
-    teachers = (part for cb in cbs for part in vars(cb).values() if isinstance(part, Learner))
-    for o in (learn, *teachers):
-        loaders = [*getattr(o.dls, 'loaders', ()), vars(o).get('dl')]
-        shared += [o.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
+    loaders = [*getattr(learn.dls, 'loaders', ()), vars(learn).get('dl')]
+    shared = learn.lock, learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)
     memo = {id(o): o for o in shared} | {id(learn): new}
     own = {name: part for name, part in vars(learn).items() if not isinstance(part, Callback)}
     own |= {'cbs': L(cbs), 'opt': learn.opt if optimizer else None, 'scaler': None, **_SILENT}

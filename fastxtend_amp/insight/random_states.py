@@ -12,20 +12,19 @@ RandomState = list[tuple[Callable, Any]]                         # functions tha
 
 def torch_generators() -> list[tuple[Callable, Callable]]:
     "Return functions that set and get the states of PyTorch's global generators, without synchronizing."
-    module = torch.get_device_module()                           # the accelerator's, if there is one
-    found: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.default_generator.get_state)]
-    if not getattr(module, 'is_initialized', lambda: True)(): return found         # asking does not start it
+    pairs: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.default_generator.get_state)]
+    device = torch.get_device_module()                           # the accelerator's, if there is one
+    if not getattr(device, 'is_initialized', lambda: True)(): return pairs         # asking does not start it
     for name in ('rng_state_all', 'rng_state'):
-        get = getattr(module, f'get_{name}', None)
-        if get: return [*found, (getattr(module, f'set_{name}'), get)]
-    return found
+        get_state = getattr(device, f'get_{name}', None)
+        if get_state: return [*pairs, (getattr(device, f'set_{name}'), get_state)]
+    return pairs
 
 
 def random_state() -> RandomState:
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    python = random.setstate, random.getstate()
-    numpy = np.random.set_state, np.random.get_state()
-    return [python, numpy, *((set_state, get_state()) for set_state, get_state in torch_generators())]
+    generators = (random.setstate, random.getstate), (np.random.set_state, np.random.get_state), *torch_generators()
+    return [(set_state, get_state()) for set_state, get_state in generators]
 
 
 def set_random_state(state: RandomState) -> None:

@@ -44,10 +44,8 @@ class Rounds:
         check_above_0(max_seconds=max_seconds)
         check_integer(1, n_steps=n_steps)
         check_integer(0, n_seeds=n_seeds)
-        for rate in (lr.start, lr.stop) if isinstance(lr, slice) else (lr,):
-            if rate is not None: check_above_0(lr=rate)
-        self.max_seconds = min(max_seconds, 1e9)                 # `math.inf`: no limit
-        self.end = time.monotonic() + self.max_seconds
+        if lr is not None: check_above_0(lr=getattr(lr, 'stop', lr))
+        self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
         check_learner(learn, method)
         self.learn, self.method, self.n_steps, self.n_seeds, self.lr = learn, method, n_steps, n_seeds, lr
         self.seeds = list[Run]()                                 # fp32 with other seeds
@@ -77,6 +75,12 @@ class Rounds:
         "The fastest run of those that clearly pay; fp32 if none does."
         paying = [run for run in self.running if run.speed_up(self.base).pays]
         return max(paying, key=lambda run: run.speed_up(self.base), default=self.base)
+
+    @property
+    def undecided(self) -> list[Run]:
+        "The runs that may be more than 5% faster than the fastest."
+        best = self.fastest
+        return [run for run in self.running if run is not best and run.speed_up(best).is_undecided]
 
     def run(self, rows: dict[str, Call]) -> None: # fp32 first
         "Train in all rows."
@@ -122,18 +126,20 @@ class Rounds:
                 size = max(1, min((self.n_steps - 2) // _FEWEST, round(_LONGEST / base.pace)))
 
     def _has_time(self, due, size):
-        "Return whether there is time for a round, and for other seeds after it; True before a step is timed."
+        """Return whether there is time for a round and the other seeds after it, or one seed if a run is undecided.
+
+        True before a step is timed.
+        """
+        if len(self.base.times) < FEWEST_ROUNDS: return not self.left < size * _step(due)
+        n_seeds = min(1, self.n_seeds) if self.undecided else self.n_seeds
         n = min(self.n_steps, len(self.base.losses) + size)
-        for_seeds = self.n_seeds * n * self.base.pace if len(self.base.times) >= FEWEST_ROUNDS else 0
-        return not self.left < size * _step(due) + for_seeds
+        return self.left >= size * _step(due) + n_seeds * n * self.base.pace
 
     def due(self) -> list[Run]:
         "Return the runs that need another round: after `n_steps`, those that may be the fastest, and what they beat."
         if len(self.base.losses) < self.n_steps: return self.running
-        if self.is_short: return []
-        best = self.fastest
-        undecided = [run for run in self.running if run is not best and run.speed_up(best).is_undecided]
-        return [*dict.fromkeys([self.base, best, *undecided])] if undecided else []
+        undecided = [] if self.is_short else self.undecided
+        return [*dict.fromkeys([self.base, self.fastest, *undecided])] if undecided else []
 
     def drop_slow(self) -> None:
         """Drop runs that are clearly slower than fp32, and variants that are clearly slower than the fastest run.

@@ -13,7 +13,7 @@ from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 
 from fastxtend_amp.insight.copies import copied_learner, note_of_left_out, runs_on_copy
-from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
+from helpers import Attentive, learner, mlp, set_support
 from states import ASK, Gives, Unpacks
 
 sent = []  # to a tracking service
@@ -116,14 +116,3 @@ def test_a_learner_whose_loss_needs_a_callback_runs_with_it_or_its_name_is_in_th
         ASK[ask](learner(Gives(mlp()), cbs=kind('Quiet', Unpacks, run_on_copy=False)()))
     notes = getattr(error.value, '__notes__', ['quiet, run_on_copy = True'])  # Python 3.11
     assert 'quiet' in notes[0] and 'run_on_copy = True' in notes[0]
-
-
-def test_the_data_of_a_teacher_is_shared():
-    "A callback that distills another learner."
-    dls = loaders(train=kind('Once', Data, __deepcopy__=None)(*dataset().tensors))  # copying it is an error
-    teacher = learner(mlp(1), dls)
-    learn = learner(cbs=(cb := kind('Distills')()))
-    cb.teacher = teacher
-    with copied_learner(learn) as copy:
-        found = copy.distills.teacher
-        assert found.dls is dls and found.model is not teacher.model

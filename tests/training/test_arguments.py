@@ -80,7 +80,6 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'fused, a name': lambda l: fused('Adamw'),
     'kahan, a name': lambda l: kahan('adamw'),
     "kahan, torch's AdamW": lambda l: kahan(torch.optim.AdamW),
-    'compile': lambda l: l.compare_precision(compile='yes'),
     'learning rate': lambda l: l.compare_precision(lr=-1),
     'seeds': lambda l: l.compare_precision(n_seeds=True),
     **{f'state {s}': lambda l, s=s: MixedPrecision().load_state_dict(s) for s in STATES},
