@@ -9,6 +9,8 @@ The path of a verdict, each line calling those below it that are further to the 
             records.py     runs each operator a second time, in fp32, and records the error of the module
         evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
     report_result.py       verdicts, tables, notes and plot
+
+`any_loop.py` makes a learner for a report; `diagnosis.py` asks the judge about a batch that failed in a fit.
 """
 from ..training import methods as _core
 from ..training.callback import WATCHERS

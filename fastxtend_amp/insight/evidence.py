@@ -159,13 +159,13 @@ def table_of(runs: Runs, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
 def _rows(low, flagged):
     name, limit = low.kind.name, torch.finfo(low.kind.dtype).max
     for m in sorted(low.modules.values(), key=lambda m: m.name == LOSS):         # those of a validation may follow it
-        exact, is_flagged = low.reference.modules.get(m.name, m), m.name in flagged
-        if not (exact.largest or is_flagged): continue           # it computes nothing
-        format, largest = name if m.is_half else 'fp32', exact.largest or m.largest
+        in_fp32, is_flagged = low.reference.modules.get(m.name, m), m.name in flagged
+        if not (in_fp32.largest or is_flagged): continue         # it computes nothing
+        format, largest = name if m.is_half else 'fp32', in_fp32.largest or m.largest
         headroom = limit / m.largest_half if m.largest_half else math.inf
         if m.is_after and m.is_half and not m.failed: headroom = math.nan
-        error, grad = math.inf if m.failed else m.error, exact.grad or math.nan
-        underflow = max(m.n_zeros - exact.n_zeros, 0) / max(exact.n_grads, 1)
+        error, grad = math.inf if m.failed else m.error, in_fp32.grad or math.nan
+        underflow = max(m.n_zeros - in_fp32.n_zeros, 0) / max(in_fp32.n_grads, 1)
         yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
 
 

@@ -93,7 +93,7 @@ class Judge:
     def _lower_scale(self, low):
         "Lower the loss scale, if gradients do not underflow at the lower one; return whether it was lowered."
         least, most = loss_scales(low)
-        lower = most if _LOWEST_SCALE <= most < self.scale else self.scale / 16
+        lower = most if _LOWEST_SCALE <= most < self.scale else self.scale / MARGIN
         if lower < max(least, _LOWEST_SCALE): return False
         self.scale = lower
         return True
