@@ -53,9 +53,9 @@ def precision_report(
     allowed = _DICTS if by_name else _TUPLES
     for i, batch in enumerate(drawn):
         is_sequence = isinstance(batch, (tuple, list))
-        if isinstance(batch, Mapping) if by_name else is_sequence and len(batch) > 1: continue
+        is_allowed = isinstance(batch, Mapping) if by_name else is_sequence and len(batch) > 1
         size = f' of {len(batch)}' if is_sequence else ''
-        raise TypeError(f'batches: batch {i} is a {type(batch).__name__}{size}. {allowed}')
+        if not is_allowed: raise TypeError(f'batches: batch {i} is a {type(batch).__name__}{size}. {allowed}')
     if by_name: loss_func, drawn = _loss, [(dict(b), ()) for b in drawn]
     else: drawn = [*map(tuple, drawn)]                           # named tuples as well
     drawn = map_tensors(half_to_float, drawn)

@@ -16,7 +16,7 @@ from .records import named
 from .report_result import Verdict
 from .sample import GradientDistance, Sample, gradient_distance
 
-_LOWEST_SCALE = 2.**-12 # to recommend
+_LOWEST_SCALE = 2.**-12 # that is recommended
 _NEAR = .25             # distance of the mean gradient that modules kept in fp32 should reach
 _FAR = .5               # distance from which models trained worse than in fp32
 _NOT_FINITE = 'the loss or a gradient is not finite'
