@@ -26,7 +26,8 @@ learn.to_tf32()
 if torch.cuda.is_available(): learn.fit(1)
 ''',
     'to_fp8': '''
-learn.model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+layers = nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+learn.model = nn.Sequential(*layers)
 learn.to_fp8(modules='2', min_size=64)      # needs torchao
 ''',
     'to_half_weights': '''

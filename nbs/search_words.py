@@ -6,7 +6,8 @@ from sphinx.errors import ExtensionError
 WORDS = {
     'start': {
         'Installation and devices': 'install, Windows, Intel Mac, requirements, Python version, '
-                                    'minimum PyTorch version, fastai version, conda, pip install',
+                                    'minimum PyTorch version, fastai version, conda, pip install, '
+                                    'without CUDA, uninstall, telemetry',
         'Import it last': 'torch.jit.script is deprecated, import order',
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
@@ -81,7 +82,7 @@ WORDS = {
     '01_tutorial': {'Train': 'first run',
                     'Which precision is fastest?': 'benchmark my model, fastest precision, measure, is bf16 worth it, '
                                               'is bf16 faster on my machine',
-                    'Which module breaks?': 'which layer overflows, debug overflow, headroom',
+                    'Which module breaks?': 'which layer overflows, debug overflow, headroom, plot report',
                     'When training fails': 'recover from NaN'},
     '02_save_and_export': {'Save and resume': 'checkpoint, GradScaler state checkpoint, load checkpoint, save, resume, '
                                               'resume training, SaveModelCallback, '
@@ -99,7 +100,7 @@ WORDS = {
                                              'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
                    'What is tested': 'applications'},
-    'evidence': {'Speed on CPUs': 'benchmarks, benchmark, is bf16 faster on CPU',
+    'evidence': {'Speed on CPUs': 'benchmarks, benchmark, is bf16 faster on CPU, overhead per batch',
                  'Speed on GPUs, measured by others': 'GPU speed-up, how much faster, '
                                                       'how much faster will training get, '
                                                       'benchmark A100, benchmark V100'},
@@ -112,7 +113,7 @@ WORDS = {
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
                      'The same in a PyTorch loop': 'training loop, PyTorch loop',
-                     'What importing changes': 'monkey patch, uninstall, go back to fastai'},
+                     'What importing changes': 'monkey patch, go back to fastai'},
     'recipes': {
         'Recipes': 'early stopping, EarlyStoppingCallback, lr_find, learning rate finder, freeze, '
                    'unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
