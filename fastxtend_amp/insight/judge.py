@@ -64,9 +64,10 @@ class Judge:
                 if self._remedy(low, harmed): continue
                 return self._nothing_helps(low)
             scales, init_scale = self._scales(low)
-            distance, seen = self._distance(self.keep, init_scale or self.first_scale), self.sample.batches
+            distance = self._distance(self.keep, init_scale or self.first_scale)
+            seen = self.sample.batches
             other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
-            if not other: return self._works(low, scales, init_scale, distance.ratio)
+            if not other: return self._conclude(low, scales, init_scale, distance.ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
         return self._say('not known', self.sample.wrong)
 
@@ -154,7 +155,7 @@ class Judge:
         self.distance = self.distance or distance
         return distance
 
-    def _works(self, low, scales, init_scale, ratio):
+    def _conclude(self, low, scales, init_scale, ratio):
         errors = [m.error for m in low.modules.values() if m.error > 0]
         why = f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
         verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'

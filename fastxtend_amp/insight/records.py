@@ -186,7 +186,7 @@ class Frame:
         if operation.traits.name in _CASTS:
             numbers += [merged(t, out.dtype) for t in tensors(operation.args) if is_plain(t)]
         if pair := next(filter(None, numbers), None):
-            self.record.merged_inside = pair
+            if not self.reference.merged_inside: self.record.merged_inside = pair
             for o in readable(out): self.merged[address(o)] = pair, o
 
     def _merged_in(self, t): return self.merged.get(address(t), [()])[0]

@@ -128,6 +128,8 @@ def test_arithmetic_that_is_not_flagged(name, device):
     for verdict in report.verdicts.values():
         assert verdict.verdict == SAFE and not verdict.modules and not verdict.flagged, verdict
     assert list(report.constants['constant']) == LOST.get(name, []) and not report.constants['flagged'].any()
+    equal = "bf16: whole numbers become equal, 960 and 962 in '1'. Neither loss nor gradient shows it."
+    assert [n for n in report.notes if 'become equal' in n] == [equal] * (name == 'whole numbers in a decision')
 
 
 # -- models
