@@ -1,4 +1,4 @@
-"Errors about arguments, warnings at the user's own line, and what an exception says in one line."
+"Errors about arguments, warnings at the user's own line, and the first line of an exception's message."
 import inspect, warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 def check_argument(
     name: str,
     value: Any,
-    is_allowed: Callable[[Any], bool], # An error in it of a value of another type counts as False
+    is_allowed: Callable[[Any], bool], # A `TypeError` or `AttributeError` in it counts as False
     allowed: str, # In words, for the error
 ) -> None:
     "Raise a `ValueError` if an argument has a value that is not allowed; True and False do not count as numbers."
@@ -40,10 +40,10 @@ def is_users(frame: Any) -> bool:
     return frame.f_globals.get('__name__', '').partition('.')[0] not in _NOT_THE_USERS
 
 
-_said = WeakKeyDictionary[Any, set[str]]()                       # by what it was said of
+_said = WeakKeyDictionary[Any, set[str]]()                       # warnings given, by what they are about
 
 
-def warn_user(message: str, once_for: Any = None) -> None: # A learner, model or class of which this is said only once
+def warn_user(message: str, once_for: Any = None) -> None: # A learner, model or class to warn of only once
     "Warn at the user's own line: the innermost one that is not in this package, fastai, fastcore or PyTorch."
     if once_for is not None:
         said = _said.setdefault(once_for, set())
@@ -56,7 +56,7 @@ def warn_user(message: str, once_for: Any = None) -> None: # A learner, model or
 
 
 def first_line(error: BaseException) -> str:
-    "Return what an exception says, in one line; its type's name where it says nothing."
+    "Return the first line of an exception's message, or the name of its type if the message is empty."
     text = str(error).rpartition(':\n\t')[2].strip()             # without fastai's line on the callback
     line = shorten(text.partition('\n')[0], 200, placeholder=' …')
     return line.rstrip('.: ') or type(error).__name__

@@ -35,18 +35,19 @@ def fp32_settings(
     when they are read; `TF32_SETTINGS` keeps `allow_tf32` readable, which PyTorch's compiler reads.
     """
     backends: list[Any] = [cuda.matmul, cudnn]
-    before, forbidding = _values(), [*filter(_forbids_tf32, backends)]
+    before, without_tf32 = _values(), [*filter(_forbids_tf32, backends)]
     try:
-        for backend in forbidding: backend.allow_tf32 = wanted is TF32_SETTINGS
+        # First, as it also writes `fp32_precision`.
+        for backend in without_tf32: backend.allow_tf32 = wanted == TF32_SETTINGS
         _set({**before, **wanted})
         yield
     finally:
-        for backend in forbidding: backend.allow_tf32 = False
+        for backend in without_tf32: backend.allow_tf32 = False
         _set(before)
 
 
 def _set(values: Settings) -> None:
-    for key, value in values.items():                            # some already read so: they follow one above
+    for key, value in values.items():                            # some may have the value already, from one above
         if get_fp32_setting(*key) != value: set_fp32_setting(*key, 'none' if value == _above(values, *key) else value)
 
 

@@ -56,7 +56,6 @@ class MixedPrecision(fp16.MixedPrecision):
     fit: Any = None                                              # the `Fit` that is open
     parts: Any = ()                                              # the `Part`s of fastai's loop that are open
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
-    methods: Any = None                                          # by event: what is called, here and in the watchers
     fixes: Any = ()                                              # of `on_overflow='fix'`, in all fits
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
 
@@ -85,7 +84,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def on_overflow(self, value: str) -> None:
         check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         self._on_overflow = value
-        self.watchers, self.methods = [*filter(None, (make(self) for make in WATCHERS))], None   # 'fix' has one more
+        self._set_watchers([*filter(None, (make(self) for make in WATCHERS))])     # 'fix' has one more
         if self.fit: self._watch()
 
     def __setattr__(self, name, value):
@@ -112,7 +111,7 @@ class MixedPrecision(fp16.MixedPrecision):
             warn_user(f"The loaded loss scale of {state['scale']:,.9g} is not used because `{given.pop()}` was given.")
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
-        return {**vars(self), 'fit': None, 'parts': (), 'waiting': None, 'methods': None}
+        return {**vars(self), 'fit': None, 'parts': (), 'waiting': None}
     def __repr__(self) -> str: return f'{type(self).__name__}({self.precision.name!r})'
 
     # -- what users and files read
@@ -203,7 +202,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def _watch(self) -> None:
         "Let the watchers begin with the open fit."
         self.fit.watched = None
-        for method in self.bound()['after_open']: method()
+        for method in self.methods['after_open']: method()
 
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one."
@@ -219,18 +218,17 @@ class MixedPrecision(fp16.MixedPrecision):
             if not self.parts or not (self.run_train if self.learn.training else self.run_valid): return
             if not self.fit and event_name != 'before_batch': return      # added in this batch
         if self.run:
-            for method in (self.methods or self.bound()).get(event_name, ()): method()
+            for method in self.methods.get(event_name, ()): method()
         if event_name == 'after_fit': self.run = True            # as fastai does
 
-    def bound(self) -> dict[str, list[Callable]]:
-        "Find the methods of each event, here and then in the watchers."
-        self.methods = {e: [getattr(x, e) for x in (self, *self.watchers) if hasattr(type(x), e)] for e in _EVENTS}
-        return self.methods
+    def _set_watchers(self, watchers: list[Any]) -> None:
+        "Set the watchers, and find the methods of each event, here and then in them."
+        self.watchers, found = watchers, (self, *watchers)
+        self.methods = {event: [getattr(x, event) for x in found if hasattr(type(x), event)] for event in _EVENTS}
 
     def unwatch(self, watcher: Any) -> None:
-        "Call the events of `watcher` no more."
-        self.watchers = [w for w in self.watchers if w is not watcher]
-        self.methods = None
+        "Call no more events of `watcher`."
+        self._set_watchers([w for w in self.watchers if w is not watcher])
 
     def before_fit(self):
         "Begin the fit, so that a precision that cannot be used raises an error before the first batch is loaded."

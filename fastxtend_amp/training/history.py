@@ -22,7 +22,7 @@ class StepHistory(list):
         scale: torch.Tensor, # 0-dim; it does not change
         skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
     ) -> None:
-        "Note a step. Synchronizes with an accelerator once in 512 steps."
+        "Add a step. Synchronizes with an accelerator once in 512 steps."
         self.unread.append(scale if skipped is False else scale * (1 - 2 * skipped))
         if len(self.unread) == _READ_EVERY: self.read()
 

@@ -82,7 +82,7 @@ def run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, ru
             _run_part(cb, event_type, run)
         if not is_users_loop and (now := precision_callback(learn)): now.close()
     except BaseException as e:
-        for method in cb.bound()['after_failure'] if cb else (): method(e)
+        for method in cb.methods['after_failure'] if cb else (): method(e)
         if now := precision_callback(learn):
             now.close(failed=not isinstance(e, _CANCELS))
             now.do_waiting()
