@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 from fastxtend_amp import kahan
-from fastxtend_amp.training.loop import precision_callback
 from helpers import At, is_outside_a_fit, learner, linear, loaders, mlp, opt_state, params, same
 from training.rows import BF16, FP32, OPTS, differences, end_state, third_batch
 
@@ -26,29 +25,62 @@ def two_groups(m):
     return [[*m[:2].parameters()], [*m[2:].parameters()]]
 
 
-def built(to='half_weights', model=None, opt='adam', splitter=None, arguments={}, **kwargs):
-    splitter = {'splitter': splitter} if splitter else {}
-    learn = learner(model, opt_func=OWN[opt], wd=0.1, **splitter, **kwargs)
-    return getattr(learn, f'to_{to}')(**arguments)
+def without(model=None, **kwargs):
+    "A learner without master weights."
+    return learner(model, opt_func=OWN['kahan'], wd=0.1, **kwargs).to_half_weights(**NONE)
 
 
-def without(model=None, opt='kahan', **kwargs):
-    "Without master weights."
-    return built(model=model, opt=opt, arguments={**NONE, **kwargs.pop('arguments', {})}, **kwargs)
-
-
-def after(learn, n=2):
+def after(learn, n=1):
     learn.fit(n, 0.01)
     return learn
 
 
-def alike(*learners):
-    first, *others = map(end_state, learners)
-    return all(differences(first, other) == [] for other in others)
+def alike(a, b):
+    return differences(end_state(a), end_state(b)) == []
 
 
 def is_fp32(learn):
     return all(p.dtype is FP32 and p.isfinite().all() for p in learn.model.parameters())
+
+
+# -- with master weights, flat; tests/training/rows.py has them in other loops
+
+
+class InStep(Learner):
+    "Raises an error in its fourth step, when the optimizer's is over."
+
+    fails = True
+
+    def _step(self):
+        super()._step()
+        assert not (self.fails and self.train_iter == 3)
+
+
+@pytest.mark.parametrize('opt', ['plain sgd', 'sgd', 'l2', 'adam', 'rms_prop', 'radam', 'qhadam'])
+def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
+    "Groups, frozen ones, weight decay that spares some parameters, schedules, an exception in a step, fp32 afterwards."
+
+    def run(to, **arguments):
+        model = nn.Sequential(*mlp(), nn.Linear(1, 1))
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()  # in another order in memory
+        given = dict(opt_func=OWN[opt], wd=0.1, splitter=two_groups, cls=InStep, cbs=GradientClip(0.5))
+        learn = getattr(learner(model, **given), to)(**arguments)
+        learn.create_opt()
+        learn.freeze()
+        with pytest.raises(AssertionError):
+            learn.fit(1, 0.01)
+        learn.fails, state = False, opt_state(learn.opt)
+        learn.unfreeze()
+        for trains in (False, True):  # this weight makes fewer steps than the other one of its group
+            model[4].weight.requires_grad_(trains).grad = None
+            learn.fit_one_cycle(1, slice(1e-3, 1e-2))
+        return after(learn.to_fp32()), state
+
+    (a, in_step), (b, flat) = run('to_bf16'), run('to_half_weights', **FLAT)
+    assert alike(a, b) and same(in_step, flat)
+
+
+# -- without master weights
 
 
 class Zoo(nn.Module):
@@ -71,72 +103,23 @@ class Zoo(nn.Module):
         return self.head(self.norm(self.conv(x[..., None])[..., 0]))
 
 
-# -- with master weights, flat; tests/training/rows.py has them in other loops
-
-
-class InStep(Learner):
-    "Raises an error in its fourth step, when the optimizer's is over."
-
-    fails = True
-
-    def _step(self):
-        super()._step()
-        assert not (self.fails and self.train_iter == 3)
-
-
-@pytest.mark.parametrize('opt', ['plain sgd', 'sgd', 'l2', 'adam', 'rms_prop', 'radam', 'qhadam'])
-def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
-    "Groups, frozen ones, weight decay that spares some parameters, schedules, an exception in a step, fp32 afterwards."
-
-    def run(to, arguments):
-        model = nn.Sequential(*mlp(), nn.Linear(1, 1))
-        model[0].weight.data = model[0].weight.data.t().contiguous().t()  # in another order in memory
-        learn = built(to, model, opt, two_groups, arguments, cls=InStep, cbs=GradientClip(0.5))
-        learn.create_opt()
-        learn.freeze()
-        with pytest.raises(AssertionError):
-            learn.fit(1, 0.01)
-        learn.fails, state = False, opt_state(learn.opt)
-        learn.unfreeze()
-        for trains in (False, True):  # this weight makes fewer steps than the other one of its group
-            model[4].weight.requires_grad_(trains).grad = None
-            learn.fit_one_cycle(1, slice(1e-3, 1e-2))
-        return after(learn.to_fp32()), state
-
-    (a, in_step), (b, flat) = run('bf16', {}), run('half_weights', FLAT)
-    assert alike(a, b) and same(in_step, flat)
-
-
-# -- without master weights
-
-
 def halves(learn):
-    return [n for n, p in learn.model.named_parameters() if p.dtype is BF16]
-
-
-def dtypes_agree(learn):
-    "Whether gradients and state have the dtype of their parameter."
-    state = learn.opt.opt.state
-    found = [(p, t) for p in learn.model.parameters() for t in (p.grad, *state[p].values()) if torch.is_tensor(t)]
-    return all(t.dtype is p.dtype for p, t in found if t.dim() and t.is_floating_point())
-
-
-def exact(learn):
-    "Return the weights at full precision: the parameter plus its compensation."
-    state = learn.opt.opt.state
-    comps = [state.get(p, {}).get('kahan_comp') for p in learn.model.parameters()]
-    return [p.detach().float() + (0 if c is None else c.float()) for p, c in zip(learn.model.parameters(), comps)]
+    "Return the names of bf16 parameters, and whether each gradient and state has the dtype of its parameter."
+    named, state = dict(learn.model.named_parameters()), learn.opt.opt.state
+    pairs = [(p, t) for p in named.values() for t in (p.grad, *state[p].values()) if torch.is_tensor(t)]
+    agree = all(t.dtype is p.dtype for p, t in pairs if t.dim() and t.is_floating_point())
+    return [name for name, p in named.items() if p.dtype is BF16], agree
 
 
 def test_which_weights_are_bf16_in_a_fit():
     "Gradients and state included, except torchao's count; afterwards all are fp32, except the user's own 16-bit ones."
-    seen, look = [], lambda l: seen.append((halves(l), dtypes_agree(l)))
+    seen, look = [], lambda l: seen.append(halves(l))
     cbs = [At('after_step', look, 11), At('after_validate', look, 11), GradientAccumulation(13)]
-    learn = without(Zoo(), cbs=cbs, arguments=dict(fp32_modules='head'))
+    learn = without(Zoo(), cbs=cbs).to_half_weights(**NONE, fp32_modules='head')
     before, count = [*learn.model.parameters()], torch.tensor(257.0)  # 256 in bf16
     for _ in range(2):
-        learn.fit(1, 0.01)
-        assert halves(learn) == Zoo.given and dtypes_agree(learn)
+        after(learn)
+        assert halves(learn) == (Zoo.given, True)
         learn.opt.opt.state[learn.model.conv.weight].setdefault('count', count)
     assert seen == [(Zoo.given + Zoo.lowered, True)] * 4
     assert learn.opt.opt.state[learn.model.conv.weight]['count'] == 257
@@ -148,14 +131,12 @@ def test_frozen_weights_are_not_rounded():
     seen = []
     learn = without(splitter=two_groups, cbs=At('after_step', lambda l: seen.append(params(l)[0]), 11))
     for _ in range(2):
-        with torch.no_grad():
-            frozen = learn.model[0].weight.mul_(1.001).clone()  # no bf16 numbers
+        frozen = params(learn)[0]  # no bf16 numbers
         learn.freeze()
-        learn.fit(1, 0.01)
-        assert same([*seen[-6:], learn.model[0].weight], [frozen] * 7)
-        learn.unfreeze()
-        learn.fit(1, 0.01)  # optimi would use Triton for a group without gradients
-        assert not torch.equal(learn.model[0].weight, frozen) and is_fp32(learn)
+        after(learn)
+        assert same([*seen[-6:], params(learn)[0]], [frozen] * 7)
+        learn.unfreeze()  # optimi would use Triton for a group without gradients
+        assert not same(params(after(learn))[0], frozen) and is_fp32(learn)
 
 
 @pytest.mark.parametrize('lr', [0.0, 1e-4, 3e-9])
@@ -176,21 +157,15 @@ def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
 @pytest.mark.parametrize('n', [24, 4])  # with 4 samples a file is saved right after the first step
 def test_files_and_copies_made_in_a_fit(n, tmp_path):
     "A file resumes exactly; a copy, and a learner that leaves, have exact fp32 weights."
-    copies = []
-
-    def keep(l):
-        l.save(str(l.epoch))
-        copies.append((copy.deepcopy(l), exact(l)))
-
-    straight, resumed = (without(dls=loaders(n), path=tmp_path) for _ in range(2))
+    copies, (straight, resumed) = [], (without(dls=loaders(n), path=tmp_path) for _ in range(2))
+    keep = lambda l: (l.save(str(l.epoch)), copies.append(copy.deepcopy(l)))
     straight.fit(3, 0.01, cbs=At('after_epoch', keep, 70))
     resumed.load('0').fit(2, 0.01)
-    assert alike(straight, resumed)
-    for twin, weights in copies[:2]:
-        assert same(params(twin), weights) and twin.model(torch.ones(2, 6)).dtype is FP32
-        assert is_fp32(after(twin.remove_cb(At), 1)) and is_fp32(after(twin.to_fp32(), 1))
-    learn = without(cbs=At('after_validate', lambda l: l.to_fp32()))
-    assert is_fp32(after(learn)) and precision_callback(learn) is None
+    twin = copies[-1].remove_cb(At)
+    assert alike(straight, resumed) and same(params(twin), params(straight))
+    assert twin.model(torch.ones(2, 6)).dtype is FP32 and is_fp32(after(twin)) and is_fp32(after(twin.to_fp32()))
+    learn = after(without(cbs=At('after_validate', lambda l: l.to_fp32())), 2)
+    assert is_fp32(learn) and not hasattr(learn, 'mixed_precision')
 
 
 @pytest.mark.parametrize('event, with_opt', [('after_epoch', True), ('after_batch', True), ('after_batch', False)])
@@ -229,12 +204,17 @@ def with_own_step():
     return learn
 
 
+def of(opt):
+    return lambda: learner(opt_func=opt)
+
+
 REFUSED = {  # name: arguments and a learner; the errors of `fit` are in tests/expected/half_weights.txt
-    **{f'flat, {opt}': (FLAT, lambda opt=opt: learner(opt_func=OWN[opt])) for opt in ('lamb', 'adamw')},
+    'flat, lamb': (FLAT, of(Lamb)),
+    'flat, adamw': (FLAT, of(OPTS['adamw'])),
     'flat, own step': (FLAT, with_own_step),
     'flat, in two groups': (FLAT, lambda: learner(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
-    'no masters, lookahead': (NONE, lambda: learner(opt_func=OWN['lookahead'])),
-    'no masters, without summation': (NONE, lambda: learner(opt_func=kahan('AdamW', kahan_sum=False))),
+    'no masters, lookahead': (NONE, of(OPTS['lookahead'])),
+    'no masters, without summation': (NONE, of(kahan('AdamW', kahan_sum=False))),
 }
 
 
@@ -259,9 +239,10 @@ def test_several_processes(tmp_path):
     try:
         ddp = lambda: nn.parallel.DistributedDataParallel(mlp())
         sharded = lambda: fully_shard(mlp(), mesh=init_device_mesh('cpu', (1,)))
-        after(built(model=ddp(), arguments=FLAT))
-        flat = built(model=sharded(), arguments=FLAT)
-        for learn, words in ((without(ddp()), 'DistributedData'), (without(sharded()), 'FSDP2'), (flat, 'FSDP2')):
+        flat = lambda model: learner(model).to_half_weights(**FLAT)
+        after(flat(ddp()))
+        rows = (without(ddp()), 'DistributedData'), (without(sharded()), 'FSDP2'), (flat(sharded()), 'FSDP2')
+        for learn, words in rows:
             with pytest.raises(ValueError, match=words):
                 learn.fit(1)
     finally:
