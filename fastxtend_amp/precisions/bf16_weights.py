@@ -22,7 +22,7 @@ class BF16Weights(BF16):
     "bf16 autocast whose linear and convolutional layers have bf16 weights during a fit; see `HalfWeights`."
     lowered: Any = None                                          # the weights, in a fit
 
-    def prepare(self, learn: Learner) -> None: pass              # weights that are 16-bit already may stay so
+    def prepare(self, learn: Learner) -> None: pass              # 16-bit weights stay what they are
 
     def check_training(self, learn: Learner) -> None: _check(learn.model, learn.opt)
 
@@ -46,7 +46,7 @@ def _check(model: nn.Module, opt: Any) -> None: # The learner's
                          "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
     inner = getattr(opt, 'opt', None)
     has_summation = all(g.get('kahan_sum', False) is not False for g in getattr(inner, 'param_groups', [{}]))
-    if has_summation or getattr(inner, 'bf16_stochastic_round', False): return       # optimi's, torchao's
+    if has_summation or getattr(inner, 'bf16_stochastic_round', False): return       # as optimi and torchao have it
     raise ValueError(f"master_weights=False cannot be used with {optimizer_name(opt)}, which does not compensate for "
                      "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
@@ -70,10 +70,10 @@ class _Lowered:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
     A weight is the sum of the parameter and its Kahan compensation in the optimizer's state, also in files saved during
-    a fit. The optimizer creates the compensation in its first step: until then what rounding took is kept here, and
-    training that ends before that changes nothing. A copy that is made meanwhile is in fp32.
+    a fit. The optimizer creates the compensation in its first step. What rounding took before that is kept here, so
+    that training which ends before it changes nothing. A copy made during a fit is in fp32.
     """
-    def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; by parameter
+    def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; what rounding took
         self.opt, self.rest = opt, rest
 
     def __deepcopy__(self, memo: dict) -> _Lowered:
@@ -94,7 +94,7 @@ class _Lowered:
         self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
 
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
-        "Convert a parameter, its gradient and its state. What rounding takes is the compensation, or is kept here."
+        "Convert a parameter, its gradient and its state. What rounding takes is the compensation, or kept in `rest`."
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)

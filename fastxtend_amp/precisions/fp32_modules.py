@@ -1,4 +1,4 @@
-"Replaces the forwards of modules: those of modules kept in fp32 turn autocast off."
+"Forwards that replace those of modules. For modules kept in fp32, they turn autocast off."
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +19,7 @@ class Forward:
     made in one, may call it after the fit: it then runs the plain forward.
     """
     run: Callable
-    called = False # Whether `run` ran
+    called = False # Whether `run` was called
 
     def __init__(self, module: nn.Module):
         self.module, self.active = module, True
@@ -29,17 +29,17 @@ class Forward:
     def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'active': False}
 
     @property
-    def plain(self) -> Callable: # Not kept: before PyTorch 2.14 Dynamo guards a kept method by its id
+    def plain(self) -> Callable: # Made at each call: before PyTorch 2.14 Dynamo guards a stored method by its id
         return self.before.get('forward') or partial(type(self.module).forward, self.module)
 
 
 def forward_of(module: nn.Module) -> Any:
-    "Return the `Forward` that has replaced the module's own; None, or the object of another method, without one."
+    "Return the object whose method is set as the module's forward: a `Forward` if that has replaced it; None for none."
     return getattr(vars(module).get('forward'), '__self__', None)
 
 
 def remove_forwards(model: nn.Module) -> None:
-    "Remove forwards that a copy brought along which was made in a fit."
+    "Remove the forwards that are left in a model copied during a fit."
     for module in model.modules():
         if isinstance(forward := forward_of(module), Forward): _restore(forward)
 

@@ -31,7 +31,7 @@ from .history import StepHistory
 from .scaling import Scaling
 
 WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own, or None
-_EVENTS = (*_events, 'after_open', 'after_failure')              # the last two for watchers: a fit, with an exception
+_EVENTS = (*_events, 'after_open', 'after_failure')              # for watchers: a fit has begun, or raised an exception
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 
 
@@ -180,7 +180,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return any(part.in_batch for part in self.parts)
 
     def at_batch_end(self, change: Callable[[], Any]) -> None:
-        "Call `change` when the open batch has ended, instead of an earlier change of that batch; else now."
+        "Call `change` now, or when the open batch ends. It replaces an earlier change that waits."
         self.waiting = change
         if not self.in_batch: self.do_waiting()
 

@@ -41,7 +41,7 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
             states = {key: state for key, state in states.items() if state}
             stack.enter_context(patch.object(opt, 'state_dict', lambda: {**of_optimizer(), **states}))
         path = join_path_file(file, self.path/self.model_dir, ext='.pth')
-        if path is file or rank_distrib(): return original(self, file, **kwargs)   # a file object; nothing is written
+        if path is file or rank_distrib(): return original(self, file, **kwargs)   # a file object, or no writing
         whole = path.resolve()                                   # what a link points to
         with TemporaryDirectory(dir=whole.parent) as folder:
             original(self, Path(folder, 'part'), **kwargs)       # fastai appends '.pth'
@@ -124,10 +124,10 @@ def load_learner(
 
 def wrap_method(
     owner: Any,
-    name: str, # Of one of its methods
-    new: Callable, # Called in its place, with the original and then its arguments
+    name: str, # Of the method
+    new: Callable, # Gets the original, then the arguments of a call
 ) -> None:
-    "Have `owner.name` call `new(original, ...)`."
+    "Replace a method by one that calls `new(original, ...)`."
     original = getattr(owner, name)
 
     @functools.wraps(original)

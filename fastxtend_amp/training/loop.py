@@ -27,7 +27,7 @@ _PRECISIONS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecisi
 
 class Part:
     "A part of fastai's loop that is open, with the contexts that a precision has entered in it."
-    def __init__(self, in_batch: bool): # Whether it is a batch; False again from `after_batch` on
+    def __init__(self, in_batch: bool): # Whether it is a batch, until `after_batch`
         self.in_batch, self.entered = in_batch, list[Any]()
 
     def enter(self, context: Any) -> None:
@@ -42,7 +42,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
                  final: Callable = noop) -> None:
     "Run a part of fastai's loop."
     cb = precision_callback(self)
-    if event_type in ('backward', 'step'):                       # in which nothing is entered
+    if event_type in ('backward', 'step'):                       # a precision enters nothing in these
         if cb and cb.fit: f = partial(getattr(cb.fit, f'run_{event_type}'), f)
         return _fastais(self, f, event_type, ex, final)
     run: Any = partial(_fastais, self, f, event_type, ex, final)
@@ -51,7 +51,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
 
 
 def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> None:
-    "Run a part of a learner with a precision; when a batch has ended, make the change that waits for that."
+    "Run a part of a learner with a precision. After a batch, make the change that waits for its end."
     parts, part = cb.parts, Part(event_type == 'batch')
     depth = len(parts)
     parts.append(part)
@@ -103,9 +103,9 @@ def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
 
 def set_precision(
     learn: Learner,
-    cb: MixedPrecision | None, # Built, and so checked, before anything is removed; None for fp32
+    cb: MixedPrecision | None, # None for fp32. Building it has checked its arguments
 ) -> Learner: # The learner
-    "Make `cb` the learner's only precision callback; in the middle of a batch, when that ends."
+    "Make `cb` the learner's only precision callback, in a batch when that ends."
     if cb is not None: cb.precision.check(learn.model)
     old = precision_callback(learn)
     if old is None: exchange(learn, cb)
