@@ -10,7 +10,7 @@ import pandas as pd
 import pytest, torch
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
 from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -21,10 +21,10 @@ from fastxtend_amp import PrecisionComparison, is_depthwise, is_grouped
 from fastxtend_amp.insight import rounds
 from fastxtend_amp.insight import run as run_room
 from fastxtend_amp.insight.calls import Call, advised, like_own, own_precision
-from fastxtend_amp.insight.recommendation import Speed, recommend, tolerance
+from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from fastxtend_amp.training.loop import precision_callback
-from helpers import OPTIMIZERS, At, Attentive, Data, dataset, learner, linear, loaders, mlp, params, set_support
+from helpers import OPTIMIZERS, At, Attentive, dataset, learner, linear, loaders, mlp, params, set_support
 from states import ASK, Act, Costs, Gives, InStep, Unpacks, bits, fills, rich, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
@@ -81,13 +81,11 @@ def test_each_row_runs_in_the_precision_it_names_with_its_settings_of_the_proces
     assert r.table['loss'].notna().all()
 
 
-def test_what_is_in_the_table(tmp_path):
+def test_a_row_trains_for_n_steps_and_writes_no_file(tmp_path):
     steps = []
-    cbs = [InStep('after_pred', lambda l: steps.append(l.training)), GradientClip(1e-3), SaveModelCallback()]
+    cbs = [InStep('after_pred', lambda l: steps.append(l.training)), SaveModelCallback()]
     r = learner(cbs=cbs, path=tmp_path).compare_precision(LOW, n_steps=8, n_seeds=1)
-    assert steps == [True] * (4 * 8)  # four trainings of eight steps
-    assert not list(tmp_path.rglob('*')) and r.losses['fp32'][:6] == losses_of(learner(cbs=GradientClip(1e-3)), 1)
-    assert list(r.table.index) == ['fp32', *LOW] and (r.table['steps'] == 8).all() and len(r.seed_losses[0]) == 8
+    assert steps == [True] * (4 * 8) and not list(tmp_path.rglob('*')) and len(r.seed_losses[0]) == 8
 
 
 def test_random_numbers_go_on_from_round_to_round_and_batches_are_clones():
@@ -280,7 +278,6 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the m
     'fp16 is far slower': (dict(bf16=1.5, fp16=0.01), {}, dict(max_seconds=60)),
     'fp16 is slower': (dict(bf16=1.15, fp16=0.8), dict(noise=0.1), dict(max_seconds=60)),
     'both are far slower': (dict(bf16=0.1, fp16=0.05), {}, dict(max_seconds=60)),
-    'noisy, faster': (dict(bf16=1.3), dict(noise=0.4), dict(precisions='bf16')),
     'noisy, as fast': ({}, dict(noise=0.1), dict(precisions='bf16')),
     'no time': ({}, {}, dict(precisions='bf16', max_seconds=1e-9)),
     'many steps': (dict(bf16=1.5), dict(step=0.02), dict(precisions='bf16', n_steps=2000, max_seconds=3)),
@@ -324,13 +321,6 @@ def test_rounds_alternate_and_none_always_follows_the_same():
     assert (r.table['rounds'] == 8).all()  # the first one is a warm-up
 
 
-def test_the_interval_is_one_of_ratios():
-    ratios = np.array([0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
-    mid, low, high = Speed.of(ratios.tolist())
-    assert 0 < low < mid < high and np.isnan(Speed.of(ratios[1:].tolist())[1:]).all()
-    assert Speed.of((1 / ratios).tolist()) == pytest.approx((1 / mid, 1 / high, 1 / low), rel=1e-3)
-
-
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
     assert 'peak MB' not in repr(learner().compare_precision('bf16', n_steps=7, n_seeds=0))
@@ -368,10 +358,8 @@ ROWS = [
     dict(fp16={'weights moved': 0.09}),
     dict(bf16=speeds(1.02, 1.03, 1.05)),
     dict(bf16=speeds(1.05, 1.06, 1.07)),
-    dict(bf16=speeds(0.96, 1.15, 1.34)),
     dict(fp32={'loss difference': NAN}),
     dict(fp32={'weights moved': NAN}, bf16={}),
-    dict(bf16={'rounds': 5, **speeds(NAN, 0.9, NAN)}),
     dict(bf16={'support': 'failed', 'note': 'KeyError: 1', 'loss': NAN}),
     dict(bf16={}, fp16={'note': 'dropped', 'loss difference': NAN, **speeds(NAN, 0.01, NAN)}),
     {'bf16': {}, 'bf16, channels last': {'note': 'dropped', 'loss difference': NAN, **speeds(2.2, 2.3, 2.4)}},
@@ -392,13 +380,11 @@ def test_recommendations(expected):
     'losses, seeds, n_last, amount',
     [
         ([1.0], [1.1], 1, 7.7 * 0.1 / 2**0.5),
-        ([1.0], [1.1, 1.05, 0.95], 1, 2.6 * np.std([1.0, 1.1, 1.05, 0.95], ddof=1)),
         ([1.0], [1.1, NAN], 1, 7.7 * 0.1 / 2**0.5),
         ([1.0], [1.0], 1, 0.01),  # 1% of the loss
         ([16.0, 1e-5], [1e-5], 1, 0.016),  # a thousandth of what it fell by
         ([100.2, 100.0], [100.0], 1, 0.1),  # half of its range
         ([1.02, 0.99, 0.99], [], 3, 0.1),  # a tenth, as nothing shows the spread
-        ([100.2, 100.0], [], 1, 0.1),
     ],
 )
 def test_the_loss_that_is_tolerated(losses, seeds, n_last, amount):
@@ -499,27 +485,18 @@ def test_without_a_native_precision_there_is_nothing_to_measure(support, capsys)
     assert "learn.compare_precision('bf16')" in learn.compare_precision().notes[0]
 
 
-SPOILED = {  # in low precision: at an event, what happens; a constant in the loss; what is said of it
-    'nothing': ('after_step', 1.0, 0.0, ''),
-    'weights shrink, loss below 0': ('after_step', 0.95, -0.35, 'above that of fp32'),
-    'gradients vanish, a large loss': ('after_backward', 0.0, 100.0, 'its weights moved only 0%'),
-}
-
-
-@pytest.mark.parametrize('event, factor, constant, words', SPOILED.values(), ids=SPOILED)
-def test_a_precision_that_trains_worse_is_not_chosen(event, factor, constant, words):
-    "A linear regression without noise, whose loss falls to a constant."
+@pytest.mark.parametrize('factor, words', [(1.0, ''), (0.0, 'its weights moved only 0%')])
+def test_a_precision_whose_gradients_vanish_is_not_chosen(factor, words):
+    "Beside a large constant in the loss, which hides that nothing trains."
 
     def spoil(l):
         if precision_callback(l):
-            torch._foreach_mul_([p.data if event == 'after_step' else p.grad for p in l.model.parameters()], factor)
+            torch._foreach_mul_([p.grad for p in l.model.parameters()], factor)
 
-    x = torch.randn(160, 6, generator=torch.Generator().manual_seed(0))
-    dls = loaders(train=Data(x, x[:, :1] * 2 - x[:, 1:2]), bs=16)
-    loss = lambda p, y: nn.functional.mse_loss(p, y) + constant
-    cbs = [Costs(dict(bf16=2.0)), InStep(event, spoil, 5)]
-    found = learner(nn.Linear(6, 1), dls, loss, opt_func=SGD, lr=0.1, cbs=cbs).compare_precision('bf16')
-    assert found.recommended == ('fp32' if words else 'bf16') and words in found.reason, found
+    loss = lambda p, y: nn.functional.mse_loss(p, y) + 100.0
+    cbs = [Costs(dict(bf16=2.0)), InStep('after_backward', spoil, 5)]
+    r = learner(linear(), loss_func=loss, opt_func=SGD, lr=0.01, cbs=cbs).compare_precision('bf16')
+    assert r.recommended == ('fp32' if words else 'bf16') and words in r.reason, r
 
 
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
@@ -598,17 +575,9 @@ def test_a_report_runs_the_precision_that_it_prints():
 def test_depthwise_and_grouped_convolutions():
     depthwise = [nn.Conv2d(8, 16, 3, groups=8), nn.ConvTranspose1d(8, 8, 3, groups=8)]
     grouped, others = [nn.Conv2d(8, 8, 3, groups=2)], [nn.Conv2d(1, 8, 3), nn.LayerNorm(8)]
-    for kind, found in ((is_depthwise, depthwise), (is_grouped, grouped)):
-        assert [*filter(kind, depthwise + grouped + others)] == found
-        assert pickle.loads(pickle.dumps(kind)) is copy.deepcopy(kind) is kind
+    for of_type, found in ((is_depthwise, depthwise), (is_grouped, grouped)):
+        assert [*filter(of_type, depthwise + grouped + others)] == found
+        assert pickle.loads(pickle.dumps(of_type)) is copy.deepcopy(of_type) is of_type
     own = type('Embedding', (nn.Module,), {})  # not that of nn
     call = "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, Embedding, 'a'])"
     assert repr(BF16(fp32_modules=[is_depthwise, nn.LayerNorm, own, 'a'])) == call
-
-
-@pytest.mark.cuda
-def test_on_an_nvidia_gpu():
-    learn = learner(mlp().cuda(), loaders(n=48).to(torch.device('cuda')), opt_func=OPTIMIZERS['fused adamw'])
-    before = bits(learn)
-    r = learn.compare_precision(LOW, n_steps=16, n_seeds=1)
-    assert bits(learn) == before and (r.table['steps'][:2] >= 16).all() and (r.table['peak MB'] > 0).all()
