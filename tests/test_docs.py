@@ -172,7 +172,7 @@ def test_readme_snippets_run_as_they_stand(tmp_path, i):
 
 def test_figures_in_the_readme_are_those_of_the_runs():
     shown, text = dict(generate.figures.rows()), ' '.join(README.split())
-    for model, said in {'ResNet-50': 'a ResNet-50 by', 'ViT-Tiny': 'ViT-Tiny by', 'tiny MLP': 'a tiny MLP to'}.items():
+    for model, said in {'ResNet-50': 'a ResNet-50 at', 'ViT-Tiny': 'ViT-Tiny at', 'tiny MLP': 'a tiny MLP at'}.items():
         run = next(run['fastxtend_amp'] for title, run in shown.items() if title.startswith(model))
         assert f'{said} {show.marked(run["vs_fp32"], run["blocks"])}x' in text, model
     assert generate.figures.cases().partition(' are')[0] in text
