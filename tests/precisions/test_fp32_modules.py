@@ -12,9 +12,9 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from fastxtend_amp import MixedPrecision
-from helpers import At, Attentive, finite, is_outside_a_fit, learner, mixed, mlp, output_dtypes, params, replaced, same
+from helpers import At, Attentive, finite, is_outside_a_fit, learner, mlp, output_dtypes, params, replaced, same
 from helpers import told
-from training.rows import BF16, FP32, TO, Shared, lazy
+from training.rows import BF16, FP32, Shared, lazy
 
 
 class Notes(nn.Linear):
@@ -84,13 +84,6 @@ def test_modules_themselves_lists_and_names_inside_wrappers():
 
 
 # -- in what
-
-
-@pytest.mark.parametrize('to', ['bf16', 'fp16'])
-def test_they_compute_in_fp32_whatever_is_in_them(to):
-    learn = learner(noting(), cbs=mixed(to, fp32_modules='1'))
-    learn.fit(1)
-    assert seen(learn.model) == [TO[to].dtype, FP32, TO[to].dtype]
 
 
 def test_nested_inputs_keywords_and_exceptions():

@@ -1,6 +1,7 @@
 "Which precision is on: the last `to_*` call counts, also in the middle of a batch; contexts for a while."
 
 import copy
+from itertools import cycle
 
 import pytest, torch
 from fastai.callback import core, fp16 as fastai_fp16
@@ -16,7 +17,7 @@ from helpers import told
 from rows import BATCH, BF16, FP16, FP32, TO, differences, end_state, largest, make, process, seen_in_steps
 from rows import third_batch
 
-ORDERS = [(event, order) for event in BATCH for order in (9, 40)]
+ORDERS = [(event, order) for event in BATCH for order in (9, 40)]  # before and after the callback
 SWITCHES = [(a, b) for a in ('fp32', 'bf16', 'fp16', 'flat fp16') for b in ('fp32', 'bf16', 'fp16') if a != b]
 
 
@@ -26,20 +27,14 @@ def modes(learn):
     return [getattr(cb, 'amp_mode', None) for cb in learn.cbs if isinstance(cb, kinds)]
 
 
-def dtypes_of_batches(learn):
-    "The output dtype of the first layer in each training batch from now on."
-    return output_dtypes(learn, learn.model[0])
-
-
 # -- in a fit
 
 
-@pytest.mark.parametrize('i', range(len(ORDERS)))
-def test_a_switch_in_mid_batch_counts_from_the_next(i):
-    "Each event, before and after the callback; each switch with several events; gradients are true at every step."
-    (event, order), (start, to) = ORDERS[i], SWITCHES[i % len(SWITCHES)]
+@pytest.mark.parametrize('event, order, start, to', [(*a, *b) for a, b in zip(ORDERS, cycle(SWITCHES))])
+def test_a_switch_in_mid_batch_counts_from_the_next(event, order, start, to):
+    "Gradients are true at every step."
     learn, before = make(start, opt='sgd'), process()
-    dtypes, found = dtypes_of_batches(learn), seen_in_steps(learn)
+    dtypes, found = output_dtypes(learn), seen_in_steps(learn)
     learn.add_cb(At(event, lambda l: l.training and l.iter == 2 and TO[to](l), order))
     learn.fit(1, 1e-3)
     assert dtypes == [TO[start].dtype or FP32] * 3 + [TO[to].dtype or FP32] * 3
@@ -50,7 +45,7 @@ def test_a_switch_in_mid_batch_counts_from_the_next(i):
 
 def test_the_last_switch_of_a_batch_counts():
     learn = learner()
-    dtypes, steps = dtypes_of_batches(learn), {1: ['bf16'], 3: ['fp32', 'bf16', 'fp16'], 4: ['fp16', 'fp32']}
+    dtypes, steps = output_dtypes(learn), {1: ['bf16'], 3: ['fp32', 'bf16', 'fp16'], 4: ['fp16', 'fp32']}
     learn.fit(1, 0.01, cbs=At('after_pred', lambda l: l.training and [TO[t](l) for t in steps.get(l.iter, ())], 40))
     assert dtypes == [FP32, FP32, BF16, BF16, FP16, FP32] and process()[0][0] is False and not left_on(learn)
 
@@ -121,7 +116,7 @@ def test_on_overflow_can_be_changed_in_a_fit(value, warns):
 
 def test_callbacks_for_one_fit():
     learn = learner()
-    dtypes = dtypes_of_batches(learn)
+    dtypes = output_dtypes(learn)
     learn.fit(1, cbs=MixedPrecision('bf16'))
     learn.fit(1)
     assert dtypes == [BF16] * 6 + [FP32] * 6 and left_on(learn) == []
@@ -282,7 +277,7 @@ def test_to_amp_is_the_first_native_one(native, monkeypatch):
     set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
     to = [*native, 'fp32'][0]
     learn = learner().to_amp(loss_scale=256.0)
-    dtypes = dtypes_of_batches(learn)
+    dtypes = output_dtypes(learn)
     learn.fit(1)
     assert {*dtypes} == {TO[to].dtype or FP32}
     scales = learn.mixed_precision.scales if precision_callback(learn) else []
