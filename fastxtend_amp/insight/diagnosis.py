@@ -155,8 +155,8 @@ class FixedEvaluation:
     """Results of `validate`, `get_preds`, `predict` and `tta` in fp32, where 16 bits fail, with `on_overflow='fix'`.
 
     A batch with NaN or inf runs again in fp32, on a copy. If loss and predictions are finite there, they count, in
-    metrics as well; otherwise nothing changes. Nor does it for a model that keeps state from batch to batch, as the
-    copy has seen this one already. One warning at the end says how many there were, and why.
+    metrics as well; otherwise nothing changes. Models that keep state from batch to batch are not corrected either: the
+    state that is copied already includes this batch. One warning at the end says how many there were, and why.
     """
     n_replaced = 0                                               # of this call, or this epoch of a fit
     diagnosis: Any = None                                        # of the first

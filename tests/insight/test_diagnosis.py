@@ -211,12 +211,6 @@ def test_messages_and_what_their_advice_leads_to(name, cases, expected, monkeypa
 # -- when it searches for the cause, and when not
 
 
-def test_once_a_fit_and_not_if_nothing_is_to_be_said():
-    learn = learner(Attentive()).to_fp16()
-    assert len(said(learn, 2)) == len(said(learn)) == 1
-    assert said(learner(Attentive()).to_fp16(on_overflow='ignore')) == []
-
-
 def finds_lr(learn, **kwargs):
     return learn.lr_find(num_it=6, show_plot=False, suggest_funcs=(), **kwargs)
 
