@@ -19,7 +19,7 @@ from .sample import N_BATCHES
 
 # What a verdict says instead of the calls of a learner.
 _CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': 'precision_report(..., precisions=',
-          r'learn\.compare_precision.*': '', r'learn\.model': 'model'}
+          r'learn\.compare_precision.*': ''}
 _DICTS = ("Without `loss_func` each has to be a dict of the model's arguments.\nFor tuples of inputs and a target, "
           'pass `loss_func`.')
 _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a target.\nFor dicts, leave `loss_func` '

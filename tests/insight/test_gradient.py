@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastxtend_amp.insight.sample import gradient_distance
-from fastxtend_amp.precisions import BF16, find_precision
+from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
 from states import Act
 
@@ -73,13 +73,6 @@ def test_random_draws_are_the_same_in_both_precisions():
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 1))
     assert distance(learner(model)) < 0.05
     assert distance(learner(model), keep=['(model)']) == 0
-
-
-def test_noise_that_is_not_known_is_an_error():
-    one = [(torch.ones(4, 6), torch.ones(4, 1))]
-    for batches in one, one * 6:
-        with pytest.raises(ValueError, match='noise between batches is unknown'):
-            gradient_distance(learner(), batches, BF16, [], 1.0)
 
 
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():
