@@ -14,8 +14,7 @@ from .measure import NOISY, PACKAGES, noisy, notch
 HEADS = {'plain loop': 'PyTorch loop', 'fastxtend_amp, tuned': 'tuned'}
 EXPLAINED = f"""\
 Speed-ups of a training step over fp32 in the same framework, with the same optimizer: medians of alternating blocks of
-steps. `fp32, ms`: a step in fastai's loop. ~: the median's 95% interval is wider than {NOISY:.0%} either way. The JSON
-file beside this page has more figures."""
+steps. `fp32, ms`: a step in fastai's loop. ~: the median's 95% interval is wider than {NOISY:.0%} either way."""
 
 
 # -- tables
