@@ -1,7 +1,8 @@
 """Sphinx extension: what narrow screens need.
 
-Long names in code may break after an underscore, a dot, an equals sign or an opening bracket. Cells of wide tables know
-the heads of their columns, for a style sheet that shows each row as a list.
+Long names in code may break after an underscore, a dot, an equals sign or an opening bracket. Lines of code know how
+far they are indented, so that what does not fit goes on below, indented further. Cells of wide tables know the heads of
+their columns, for a style sheet that shows each row as a list.
 """
 import re
 from html import escape, unescape
@@ -13,6 +14,7 @@ TABLE = re.compile(r'(<table.*?</table>)', re.DOTALL)
 CODE = re.compile(r'<code class="[^"]*literal[^"]*">.*?</code>', re.DOTALL)
 WIDE = 4                                       # columns
 ROW, CELL = re.compile(r'<tr.*?</tr>', re.DOTALL), re.compile(r'<t([dh])(?= |>)(.*?)</t\1>', re.DOTALL)
+BLOCK, INDENT = re.compile(r'(?<=<div class="highlight"><pre>)(<span></span>)?(.*?)\n?(?=</pre>)', re.DOTALL), 16
 WORD = re.compile(r'(?<=<span class="pre">)[^<]+')
 
 
@@ -28,7 +30,18 @@ def allow_breaks(app, pagename, templatename, context, doctree):
     def shown(table):                                            # columns of figures are read side by side
         return table if is_run and table.count('<th class="head">') < 2 else labelled(table)
     parts[1::2] = map(shown, parts[1::2])
-    if 'body' in context: context['body'] = ''.join(parts)
+    if 'body' in context: context['body'] = BLOCK.sub(hanging, ''.join(parts))
+
+
+def hanging(block):
+    "Return a block of code with each line in a span; of an indent, what is more than `INDENT` is in a span of its own."
+    def line(text):
+        bare = re.sub('<.*?>', '', text)
+        indent = len(bare) - len(bare.lstrip())
+        deep = ' ' * (indent - INDENT)
+        if deep: text = text.replace(deep, f'<span class="deep">{deep}</span>', 1)
+        return f'<span class="line" style="--indent: {min(indent, INDENT) + 2}ch">{text}\n</span>'
+    return ''.join(map(line, block[2].split('\n')))
 
 
 def labelled(table):
