@@ -17,7 +17,7 @@ from ..compat import traits_of
 from ..messages import is_users
 from ..precisions import Precision
 from ..precisions.matching import ROOT
-from ..tensors import HALF, map_tensors
+from ..tensors import FP16_NORMAL, HALF, map_tensors
 from .values import (Twins, address, all_finite, as_dtype, is_plain, largest_value, merged, n_nan_or_inf, readable,
                      relative_error, tensors)
 
@@ -32,7 +32,6 @@ _COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'              # their second r
 # Operators whose constants are added, are bounds, or become values. In other operators they act before the rounding.
 _CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
     scalar_tensor""".split())
-_NEAR_0 = 6.1e-5        # constants that become 0 matter beside values below the smallest normal number of fp16
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 
 
@@ -105,7 +104,8 @@ class Operation:
         limit = as_dtype(constant, out.dtype)
         operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
         if not self.traits.name.startswith(operators): return False
-        is_near = (exact - limit).abs() < max(1.01 * abs(constant - limit), _NEAR_0)
+        # A constant that becomes 0 matters beside values below the normal numbers of fp16.
+        is_near = (exact - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
         return bool(is_near.any())
 
 

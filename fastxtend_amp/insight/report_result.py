@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from ..precisions.fp16 import FP16
+from ..tensors import FP16_LARGEST, FP16_NORMAL
 from .display import Shown, some
 
 
@@ -86,8 +87,8 @@ class PrecisionReport(Shown):
         colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
         ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=colors.where(rows['is_half'], 'none'))
         if 'fp16' in self.verdicts:
-            ax.axvline(65504, color=FP16.color, label='largest fp16 number, 65,504: inf above')
-            ax.axvline(6.1e-5, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
+            ax.axvline(FP16_LARGEST, color=FP16.color, label='largest fp16 number, 65,504: inf above')
+            ax.axvline(FP16_NORMAL, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')
             ax.figure.legend(loc='outside lower center')
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
         ax.invert_yaxis()
