@@ -43,7 +43,7 @@ def check_learner(
     method: str, # The method that was called, for messages
     dl: Any = None, # Source of the batches; `learn.dls.train` if None
 ) -> None:
-    "Raise a `RuntimeError` inside a fit; a `ValueError` without batches, or if parameters are sharded, NaN or inf."
+    "Raise a `RuntimeError` inside a fit; a `ValueError` without data, or if parameters are sharded, NaN or inf."
     fit = inspect.unwrap(Learner.fit).__code__
     frames = (f.frame for f in inspect.stack(0))
     if any(f.f_code is fit and f.f_locals.get('self') is learn for f in frames):
@@ -56,10 +56,7 @@ def check_learner(
                          'Call it before `fully_shard`.')
     if lost := lost_weights(learn.model):
         raise ValueError(f'{method} cannot run this model: {lost}.\nLoad other weights, or create the model again.')
-    try: n = len(learn.dls.train if dl is None else dl)
-    except TypeError: return                                     # unknown for an iterable dataset
-    except IndexError: n = 0                                     # of `DataLoaders()`
-    if not n: raise no_batch(method, dl)
+    if dl is None and not getattr(learn.dls, 'loaders', True): raise no_batch(method)
 
 
 def no_batch(method: str, dl: Any = None) -> ValueError:
