@@ -103,12 +103,8 @@ class _Work:
     def report(self, kinds: list[type[Precision]]) -> PrecisionReport:
         "Return the report on these precisions."
         self.device, self.judges = training_device(self.learn), dict[str, Judge]()
-        self.emulated = [kind.name for kind in kinds if kind.support(self.device).status == 'emulated']
         self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
         if not self.whole.wrong: self._call_another()
-        for name in () if self.simulated else self.emulated:
-            verdict = self.verdicts[name]
-            verdict.is_emulated = f'.to_{name}(' in verdict.call
         runs = {name: judge.runs for name, judge in self.judges.items()}
         table, constants = table_of(runs, self.verdicts), constants_of(runs, self.verdicts)
         return PrecisionReport(table, self.verdicts, [*self._notes()], constants)
@@ -136,6 +132,7 @@ class _Work:
         judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, before_run)
         try: verdict = judge.verdict()
         except NotKnown as e: return Verdict(kind.name, 'not known', *e.args)
+        verdict.is_emulated = status == 'emulated' and '.to_' in verdict.call and not self.simulated
         lacking = next((low for low in judge.runs if self.simulated and _NO_KERNEL.search(low.error)), None)
         if not lacking: return verdict
         return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
@@ -201,6 +198,6 @@ class _Work:
         batches = '1 batch' if n == 1 else f'{n:,} batches'
         yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {whole:,} samples each. '
                'Other batches (`n_batches`) and later weights may flag other modules.')
-        if self.whole.wrong or not self.emulated or not self.cut.is_cut: return
-        yield (f'To save time, looked at {n_items(self.cut.batches[0]):,} of these samples and at no gradients in '
-               f'{" and ".join(self.emulated)}, which this device emulates.')
+        if names := [name for name, judge in self.judges.items() if judge.sample.is_cut]:
+            yield (f'To save time, looked at {n_items(self.cut.batches[0]):,} of these samples and at no gradients in '
+                   f'{" and ".join(names)}, which this device emulates.')
