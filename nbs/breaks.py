@@ -14,7 +14,8 @@ TABLE = re.compile(r'(<table.*?</table>)', re.DOTALL)
 CODE = re.compile(r'<code class="[^"]*literal[^"]*">.*?</code>', re.DOTALL)
 WIDE = 4                                       # columns
 ROW, CELL = re.compile(r'<tr.*?</tr>', re.DOTALL), re.compile(r'<t([dh])(?= |>)(.*?)</t\1>', re.DOTALL)
-BLOCK, INDENT = re.compile(r'(?<=<div class="highlight"><pre>)(<span></span>)?(.*?)\n?(?=</pre>)', re.DOTALL), 16
+BLOCK = re.compile(r'(?<=<div class="highlight"><pre>)(<span></span>)?(.*?)\n?(?=</pre>)', re.DOTALL)
+INDENT, DEEPEST = re.compile('((?:<[^>]*>)*)( *)'), 16
 WORD = re.compile(r'(?<=<span class="pre">)[^<]+')
 
 
@@ -34,13 +35,11 @@ def allow_breaks(app, pagename, templatename, context, doctree):
 
 
 def hanging(block):
-    "Return a block of code with each line in a span; of an indent, what is more than `INDENT` is in a span of its own."
+    "Return a block of code with each line in a span that knows its indent, and the indent in a span of its own."
     def line(text):
-        bare = re.sub('<.*?>', '', text)
-        indent = len(bare) - len(bare.lstrip())
-        deep = ' ' * (indent - INDENT)
-        if deep: text = text.replace(deep, f'<span class="deep">{deep}</span>', 1)
-        return f'<span class="line" style="--indent: {min(indent, INDENT) + 2}ch">{text}\n</span>'
+        tags, spaces = INDENT.match(text).groups()
+        text = f'{tags}<span class="indent">{spaces}</span>{text[len(tags + spaces):]}'
+        return f'<span class="line" style="--indent: {min(len(spaces), DEEPEST)}ch">{text}\n</span>'
     return ''.join(map(line, block[2].split('\n')))
 
 
