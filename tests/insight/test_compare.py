@@ -282,9 +282,9 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the m
     'no time': ({}, {}, dict(precisions='bf16', max_seconds=1e-9)),
     'many steps': (dict(bf16=1.5), dict(step=0.02), dict(precisions='bf16', n_steps=2000, max_seconds=3)),
     'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(precisions='bf16', n_steps=40, max_seconds=60)),
-    'undecided, with steps of 1 second': (
-        dict(bf16=1.25),
-        dict(step=1.0, noise=0.15),
+    'undecided, with steps of 2 seconds': (
+        dict(bf16=0.8),
+        dict(step=2.0, noise=0.3),
         dict(precisions='bf16', n_steps=50, max_seconds=60),
     ),
     'nothing else': ({}, {}, dict(precisions='fp32')),
