@@ -183,6 +183,19 @@ def test_wrong_batches_and_losses(expected):
     assert '\n'.join(lines) == expected('any_loop')
 
 
+def test_models_of_transformers_and_lightning():
+    transformers = pytest.importorskip('transformers')
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
+    ids = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    report = precision_report(
+        transformers.GPT2LMHeadModel(config), [{'input_ids': ids, 'labels': ids}], precisions='bf16'
+    )
+    assert report.verdicts['bf16'].call == 'bf16'
+    module = pytest.importorskip('lightning').LightningModule()
+    module.net, module.forward = linear(), lambda x: module.net(x)
+    assert precision_report(module, loaders().train, F.mse_loss).verdicts['bf16'].call == 'bf16'
+
+
 def test_16_bit_weights_and_inputs_are_compared_as_fp32():
     batches = [(x.bfloat16(), y.bfloat16()) for x, y in loaders().train]
     verdict = precision_report(mlp().bfloat16(), batches, F.mse_loss, precisions='bf16').verdicts['bf16']
