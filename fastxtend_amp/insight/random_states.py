@@ -23,8 +23,9 @@ def torch_generators() -> list[tuple[Callable, Callable]]:
 
 def random_state() -> RandomState:
     "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    generators = (random.setstate, random.getstate), (np.random.set_state, np.random.get_state), *torch_generators()
-    return [(set_state, get_state()) for set_state, get_state in generators]
+    of_python: list[tuple[Callable, Callable]] = [(random.setstate, random.getstate),
+                                                  (np.random.set_state, np.random.get_state)]
+    return [(set_state, get_state()) for set_state, get_state in of_python + torch_generators()]
 
 
 def set_random_state(state: RandomState) -> None:

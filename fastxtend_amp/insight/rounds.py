@@ -44,8 +44,9 @@ class Rounds:
         check_above_0(max_seconds=max_seconds)
         check_integer(1, n_steps=n_steps)
         check_integer(0, n_seeds=n_seeds)
-        if lr is not None: check_above_0(lr=getattr(lr, 'stop', lr))
-        self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
+        if lr is not None: check_above_0(lr=lr.stop if isinstance(lr, slice) else lr)
+        self.max_seconds = min(max_seconds, 1e9)                 # `math.inf`: no limit
+        self.end = time.monotonic() + self.max_seconds
         check_learner(learn, method)
         self.learn, self.method, self.n_steps, self.n_seeds, self.lr = learn, method, n_steps, n_seeds, lr
         self.seeds = list[Run]()                                 # fp32 with other seeds
