@@ -135,7 +135,7 @@ def compare_precision(self: Learner,
     rounds = Rounds(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
     classes = native_precisions(self) if precisions is None else [*map(find_precision, L(precisions))]
     result = compared(rounds, rows_of(self, [like_own(self, cls) for cls in classes]))
-    if not classes: result.notes[:0] = [_NOTHING_NATIVE]
+    if precisions is None and not classes: result.notes[:0] = [_NOTHING_NATIVE]
     return result
 
 

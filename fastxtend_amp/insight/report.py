@@ -42,7 +42,7 @@ def precision_report(self: Learner,
     n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
     max_seconds: float = 60., # Time limit; precisions without a verdict by then get 'not known'
-    device: str | torch.device | None = None, # 'cuda' for CUDA's autocast rules on a CPU; the learner's device if None
+    device: str | torch.device | None = None, # 'cuda' for a GPU's autocast rules on a CPU; the learner's device if None
 ) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
     """Report whether the model trains in low precision, and which modules have to stay in fp32.
 
@@ -181,7 +181,7 @@ class _Work:
                        f'{again:.4g}. All figures here include such differences.')
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
-                   'differently or be missing.')
+                   'differently or be missing. A T4, V100 or RTX 20 emulates bf16: use fp32 there instead of bf16.')
         errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]
         if errors: yield f'Not all gradients were compared with fp32: {errors[-1]}.'
         yield from note_of_left_out(self.learn)

@@ -145,16 +145,17 @@ class Rounds:
     def drop_slow(self) -> None:
         """Drop runs that are clearly slower than fp32, and variants that are clearly slower than the fastest run.
 
-        The others have their time. The fastest besides fp32 always stays. Where there is no time for an interval, the
-        slowest variants go.
+        The others have their time. The fastest besides fp32 always stays. If there is no time for an interval, the
+        slowest variants are dropped as well.
         """
         base, *others = self.running
         for run in sorted(others, key=lambda run: run.speed_up(base))[:-1]:
             if run.speed_up(self.fastest if run.is_variant else base).is_slower: run.leave()
         missing = FEWEST_ROUNDS - len(base.times)
-        while self.left < missing * _step(self.running):         # False before a step is timed
-            if not (variants := [run for run in self.running if run.is_variant]): break
-            max(variants, key=lambda run: run.pace).leave()
+        while missing > 0 and self.left < missing * _step(self.running):         # False before a step is timed
+            slower = sorted(self.running[1:], key=lambda run: run.speed_up(base))[:-1]
+            if not (variants := [run for run in slower if run.is_variant]): break
+            variants[0].leave()
 
     def _train_with(self, seed):
         "Train in fp32 with another seed and another order of the batches, except for the last ones."

@@ -104,7 +104,8 @@ class Run:
 
     def _step(self, i, step):
         run_batch(self.copy, i, self.batches[step % len(self.batches)])
-        return vars(self.copy).get('loss', torch.tensor(math.nan)).detach()      # it may end before its loss
+        loss = vars(self.copy).get('loss')                       # None if the batch has ended before its loss
+        return torch.tensor(math.nan) if loss is None else loss.detach()
 
     def measure_end(self) -> None:
         "Measure what only the end of a training shows: skipped steps, and the distance of the weights."

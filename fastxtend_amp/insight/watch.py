@@ -100,8 +100,9 @@ class Watch:
         if watched.n_odd.bit_count() == 1: self._alarm(ODD, skipped=True)
 
     def after_train(self):
-        "Look again at the end of an epoch, when the host knows all."
-        self.after_step()
+        "Look at steps that the device has skipped, and at losses that it has computed."
+        scaling = self.cb.fit and self.cb.fit.scaling
+        if scaling and torch.is_tensor(scaling.found_inf): self.after_step()
         self._check_recorded()
 
     def after_validate(self):

@@ -45,7 +45,8 @@ class AMPMode(str, Enum):
 
 # Names in other libraries that have another meaning here or several.
 _CALLS = {'16': 'to_fp16()', 'no': 'to_fp32()', '32': 'to_fp32()', '16-true': "to_half_weights('fp16')",
-          'bf16-true': 'to_half_weights(master_weights=False)'}
+          'bf16-true': "to_half_weights(master_weights=False)` with `opt_func=kahan('AdamW')",
+          'transformer-engine': 'to_fp8()'}
 _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
             'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32'}
 

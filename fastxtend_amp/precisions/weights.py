@@ -35,5 +35,6 @@ def weights_to_fp32(
         if not set(half.values()).isdisjoint(m.parameters(recurse=False)):
             for b in m.buffers(recurse=False): b.data = half_to_float(b.data)
     warn_user(f"{len(half):,} trainable 16-bit parameters, the first of them '{next(iter(half))}', were converted to "
-              f'fp32, which needs {megabytes:,.3g} MB more: 16-bit weights would lose small updates.\nTo train in 16 '
-              "bits, use `opt_func=kahan('AdamW')` and `learn.to_half_weights(master_weights=False)`.")
+              f'fp32, which needs {megabytes:,.3g} MB more: 16-bit weights would lose small updates.\nTo train with '
+              "16-bit weights, where bf16 is native, use `opt_func=kahan('AdamW')` and "
+              '`learn.to_half_weights(master_weights=False)`.')

@@ -116,7 +116,7 @@ def load_learner(
     "Call fastai's `load_learner`. For a file of `learn.save`, its error says what to call."
     try: return learner.load_learner(fname, cpu, pickle_module)
     except AttributeError as e:
-        if isinstance(e.obj, dict):
+        if e.name == 'dls' and isinstance(e.obj, dict):
             e.args = (f'{e}: the file is from `learn.save`. Create the learner and call `learn.load`; `load_learner` '
                       'reads files of `learn.export`.',)
         raise

@@ -127,7 +127,7 @@ class Scaling:
         self.fused = self.learn.opt.opt if on_device else None
         self.gradients = Gradients.IN_STEP
         self._divide(params)
-        self.largest = largest_of(params) if self.is_low else math.inf
+        self.largest = largest_of(params) if self.is_low and not self.found_inf else math.inf
 
     def _params(self) -> list[Any]: return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
 
@@ -158,9 +158,9 @@ class Scaling:
         if self.found_inf is not False or self.tracker == self.scaler.get_growth_interval():
             self.scale, self.tracker = self._copied_scale(), 0
         if not self.history.unread: self.read()                  # once in 512 steps
-        if isinstance(self.found_inf, bool):
-            self.skips_in_a_row = self.skips_in_a_row + 1 if self.found_inf else 0
-            if self.found_inf or self.is_low: self._mend_scale()
+        elif isinstance(self.found_inf, bool): self.skips_in_a_row = (self.skips_in_a_row + 1) * self.found_inf
+        else: self.skips_in_a_row = 0                            # not known until the next `read`
+        if isinstance(self.found_inf, bool) and (self.found_inf or self.is_low): self._mend_scale()
 
     def cancel(self) -> None:
         "End a step that another callback cancelled: scale and growth tracker stay."

@@ -21,7 +21,7 @@ from .models import MODELS
 
 STEPS, BLOCK_SECONDS = 10, .4              # of a block, at most: large models get fewer steps in each
 NOISY = .05                                # a ratio whose median is less certain than this part of it is marked
-PACKAGES = ('fastai', 'fastcore', 'fastxtend_amp', 'lightning-fabric', 'accelerate')
+PACKAGES = ('fastai', 'fastcore', 'fastxtend_amp', 'lightning', 'lightning-fabric', 'accelerate')
 
 
 class Batches:
