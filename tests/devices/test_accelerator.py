@@ -209,6 +209,18 @@ def test_synchronizations_beyond_fp32(mode, options, opt, a_step, an_epoch, sim)
         assert all(b.isfinite().all() for b in learn.model.buffers())
 
 
+def test_a_skip_that_ends_an_epoch_costs_the_next_one_nothing(sim):
+    def n_waits_of_second_epoch(*skipped):
+        learn, counts = build('fp16', 'fused adamw', cbs=spoil_at(*skipped)), []
+        with waits() as found:
+            learn.add_cb(At('after_epoch', lambda l: counts.append(len(found)), 100))
+            learn.fit(2, 0.01)
+        assert [i for i, skip in enumerate(learn.mixed_precision.skips) if skip] == [*skipped]
+        return counts[1] - counts[0]
+
+    assert n_waits_of_second_epoch(5) == n_waits_of_second_epoch()
+
+
 # -- devices that lack something, and models on two
 
 
