@@ -35,6 +35,13 @@ class Judge:
         keep them in fp32, or lower the loss scale, and run again, until nothing is flagged
         compare the mean gradient of several batches with that in fp32
         if the gradient of another batch is finite only in fp32, begin again with that batch as well
+
+    For example, of a model whose attention overflows in fp16:
+
+        run 1, nothing kept in fp32    the loss is NaN; `harm` flags 'attn', with values of 2.42e+06
+        run 2, 'attn' kept in fp32     all is finite; scales up to 65,536 work, and 4,096 leaves a margin
+        6 batches, 'attn', 4,096       the mean gradient is 0.0006 standard errors from that in fp32
+        verdict                        keep modules in fp32: `to_fp16(init_scale=4096, fp32_modules=['attn'])`
     """
     kind: type[Precision]
     sample: Sample
@@ -82,7 +89,7 @@ class Judge:
     # -- what has to be in fp32
 
     def _remedy(self, low, harmed):
-        "Keep more modules, or lower the loss scale; return False if there is nothing left to try."
+        "First lower the loss scale, then keep flagged modules, then any that help; False if there is nothing left."
         is_backward = low.not_finite == 'gradient' and not (harmed or low.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(low): return True
         new = [*filter(self._can_be_kept, harmed)]
@@ -111,8 +118,9 @@ class Judge:
     def _tried(self, low, name, is_backward):
         """Return modules that help in fp32 if the flagged one cannot be kept there, or if none is flagged.
 
-        The model's own `forward` and the loss function cannot; they compute in fp32 if their inputs are. A module that
-        is in fp32 already may get rounded values. An error or overflow in the backward pass flags no module.
+        Autocast cannot be turned off for the model's own `forward` or the loss function, but both compute in fp32 on
+        fp32 inputs. A module in fp32 may fail because its inputs were rounded. An error or overflow in the backward
+        pass flags no module.
         """
         wrong = ('loss', 'gradient') if is_backward else ('loss',)
         def helps(keep):

@@ -136,7 +136,7 @@ def _fault(row, tolerated):
     n, skipped, moved, more = row[['steps', 'skipped', 'weights moved', 'loss difference']]
     if not math.isfinite(row['loss']): return ': its loss is not finite'
     if skipped > n / 2:                                          # a skipped step is faster, and keeps the loss
-        return (f': it skipped {skipped:,.0f} of {n:,} steps, so its loss and speed mean little: use a larger '
+        return (f': it skipped {skipped:,.0f} of {n:,} steps, so its loss and speed cannot be compared: use a larger '
                 '`n_steps`, or call `learn.precision_report()`')
     if moved < _LEAST_MOVED:
         return f': its weights moved only {moved:.0%} of the distance in fp32: its gradients vanish'

@@ -78,7 +78,7 @@ class Operation:
 
     def in_fp32(self, exact): # `exact`: gives the fp32 version of an input
         "Return the result on fp32 inputs; None if there is an error."
-        # Tensor subclasses that cannot be read, and operators that are 16-bit only, raise errors.
+        # It fails for tensor subclasses without this operator, and for operators that exist only in 16 bits.
         with suppress(Exception), torch.no_grad():
             device = tensors(self.args)[0].device
             args, kwargs = map_tensors(exact, (self.args, self.kwargs))

@@ -145,8 +145,8 @@ class Rounds:
     def drop_slow(self) -> None:
         """Drop runs that are clearly slower than fp32, and variants that are clearly slower than the fastest run.
 
-        The others have their time. The fastest besides fp32 always stays. If there is no time for an interval, the
-        slowest variants are dropped as well.
+        The fastest row besides fp32 always stays. If six rounds do not fit into the time, the slowest variants are
+        dropped as well.
         """
         base, *others = self.running
         for run in sorted(others, key=lambda run: run.speed_up(base))[:-1]:

@@ -69,7 +69,7 @@ class Run:
 
     def leave(self, reason: str = '') -> None: # '' if it is too slow
         "Leave the rounds, and free the copy."
-        self.reason = reason or f'too slow, so it was dropped after {len(self.losses)} steps.'
+        self.reason = reason or f'dropped after {len(self.losses)} steps: slower than another row, or out of time.'
         copy, self.copy = self.copy, None
         if copy: copy.model = copy.opt = None
 

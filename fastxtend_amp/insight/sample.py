@@ -56,8 +56,9 @@ class Sample:
     ) -> Recording:
         """Run the batches forward and backward in a copy, in its own loop with its callbacks; record each module.
 
-        Then run them as in validation, unless that fails in fp32 as well. This runs without hooks at first, because
-        hooks make some modules of PyTorch use other kernels; it is recorded if the results are finite only in fp32.
+        Then run them as in validation, unless that fails in fp32 as well. The first validation runs without hooks, as
+        some modules of PyTorch use other kernels when they have hooks. If its results are finite only in fp32, it runs
+        again and is recorded.
         """
         reference, batches, in_batch = self.reference, self.batches, self.state is not None
         recording, where, run_one = Recording(kind, reference), '', run_again if in_batch else run_batch

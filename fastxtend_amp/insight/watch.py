@@ -39,7 +39,7 @@ class Watched:
 
 
 class Watch:
-    """The watch over the fits of a precision callback: it notices that training failed, and says once why.
+    """The watch over the fits of a precision callback: it detects failed training and reports the cause, once per fit.
 
     While all goes well nothing here waits for an accelerator: it reads the losses that fastai's Recorder has fetched,
     and the skips that the host knows of.

@@ -1,6 +1,6 @@
 """Checkpoints: the precision's state, such as the loss scale, in the files of `Learner.save`.
 
-It is in the optimizer's state, as fastai reads a file with a third key as that of a model without an optimizer. So
+It is stored inside the optimizer's state, as fastai takes a file with a third key for one without an optimizer. So
 importing this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another
 `state_dict` or `load_state_dict` for the call; and `Learner.export`, which then writes fp32.
 """

@@ -63,10 +63,10 @@ class Scaling:
         self.scale = self._copied_scale()                        # at which the next step is made
         self.tracker = state['_growth_tracker']                  # counts as `GradScaler` does, without synchronizing
         self.first_scale = cb.precision.first_scale
-        self.low = min(1., self.first_scale)                     # below this, skipped steps have lowered it too far
+        self.low = min(1., self.first_scale)                     # a lower one is due to skips: see `_mend_scale`
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
-        self.passes: list[Any] = []                              # backward passes; each is an optimizer to `GradScaler`
+        self.passes: list[Any] = []                              # backward passes, as optimizers: see `_divide`
         self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
         self.found_inf: bool | torch.Tensor = False              # a tensor if a fused optimizer skips the step
         self.largest = math.inf                                  # gradient before anybody clips, where the scale is low
@@ -137,6 +137,7 @@ class Scaling:
         for device, alike in grads.items(): torch._foreach_mul_(alike, self.scaler._scale.to(device))
 
     def _divide(self, params: list[Any]) -> None:
+        # `GradScaler` keeps what it found by optimizer; an object with `param_groups` is enough.
         self.passes.append(SimpleNamespace(param_groups=[{'params': params}]))
         self.scaler.unscale_(self.passes[-1])
         found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
@@ -147,7 +148,7 @@ class Scaling:
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        if not self.in_step:                                     # another callback cancelled it
+        if not self.in_step:                                     # no gradients, or another callback cancelled it
             self.found_inf = False
             return
         if self.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
