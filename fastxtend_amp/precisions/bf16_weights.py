@@ -69,9 +69,9 @@ def _weights_to_lower(
 class _Lowered:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    A weight is the sum of the parameter and its Kahan compensation in the optimizer's state, also in files saved during
-    a fit. The optimizer creates the compensation in its first step. What rounding took before that is kept here, so
-    that training which ends before it changes nothing. A copy made during a fit is in fp32.
+    A weight is the sum of the parameter and its Kahan compensation in the optimizer's state. The optimizer creates the
+    compensation in its first step. What rounding took before that is kept here, so that training which ends before it
+    changes nothing; a file saved during the fit lacks it. A copy made during a fit is in fp32.
     """
     def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; what rounding took
         self.opt, self.rest = opt, rest
@@ -104,7 +104,8 @@ class _Lowered:
             if part is None: continue
             weight, rounded = _two_sum(weight, part.float())
             lost += rounded
-        data = weight.to(dtype)
+        # A file's bf16 weights stay what they are, also where the compensation is half a unit in the last place.
+        data = (p.data if p.dtype is torch.float32 else weight).to(dtype)
         rest = (weight - data) + lost
         # In one statement, as an interrupt between two would lose one of them.
         if 'kahan_comp' in state: p.data, state['kahan_comp'], self.rest[p] = data, rest.to(dtype), None

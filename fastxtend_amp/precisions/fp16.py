@@ -117,6 +117,6 @@ class FP16(Precision):
             return
         state = state or self.first_state
         check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
-        scale, tracker = state['scale'], state['_growth_tracker']
+        scale, tracker = state['scale'], min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)
         if scale < FP16_SMALLEST: scale = self.first_scale
         self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})

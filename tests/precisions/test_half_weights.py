@@ -154,10 +154,15 @@ def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
     assert torch.allclose(learn.model.weight, before - 120 * lr, rtol=0, atol=20 * lr or 1e-5)
 
 
-@pytest.mark.parametrize('n', [24, 4])  # with 4 samples a file is saved right after the first step
-def test_files_and_copies_made_in_a_fit(n, tmp_path):
+def wide():  # among its 4,673 weights are some whose compensation is half a unit in the last place
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize('n, model', [(24, mlp), (4, mlp), (8, wide)])  # 4: a file is saved right after the first step
+def test_files_and_copies_made_in_a_fit(n, model, tmp_path):
     "A file resumes exactly; a copy, and a learner that leaves, have exact fp32 weights."
-    copies, (straight, resumed) = [], (without(dls=loaders(n), path=tmp_path) for _ in range(2))
+    copies, (straight, resumed) = [], (without(model(), dls=loaders(n), path=tmp_path) for _ in range(2))
     keep = lambda l: (l.save(str(l.epoch)), copies.append(copy.deepcopy(l)))
     straight.fit(3, 0.01, cbs=At('after_epoch', keep, 70))
     resumed.load('0').fit(2, 0.01)

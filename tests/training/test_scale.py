@@ -309,3 +309,10 @@ def test_a_low_scale_is_set_again_whatever_the_gradients(gradients):
     learn.mixed_precision.load_state_dict({**state(learn), 'scale': 0.01})
     told(lambda: learn.fit(1, 0.01))
     assert learn.mixed_precision.scale > 1 and finite(learn)
+
+
+def test_a_loaded_tracker_above_a_smaller_growth_interval_lets_the_scale_grow():
+    learn = learner().to_fp16(init_scale=8.0, growth_interval=3)
+    learn.mixed_precision.load_state_dict({'scale': 8.0, '_growth_tracker': 5})
+    learn.fit(1)
+    assert learn.mixed_precision.scales == [8, 16, 16, 16, 32, 32]
