@@ -1,5 +1,5 @@
 "What a learner has: its device, optimizer and parameters, its newest loss, and what a file left for a precision."
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -61,6 +61,12 @@ def loaded_states(learn: Learner) -> dict[str, Any]: # By `Precision.state_key`
 def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     return hasattr(t, 'full_tensor')
+
+
+def largest_gradient(params: Iterable[Any]) -> float: # Parameters with gradients; 0 if they have no numbers
+    "Return the largest absolute gradient, of all shards. It synchronizes."
+    whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
+    return max((float(g.to_dense().abs().max()) for g in whole if g.numel()), default=0.)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ import torch
 from fastai.learner import Learner
 
 from ..compat import around_backward
-from ..learners import is_dtensor, optimizer_params
+from ..learners import largest_gradient, optimizer_params
 from ..messages import warn_user
 from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
@@ -127,7 +127,7 @@ class Scaling:
         self.fused = self.learn.opt.opt if on_device else None
         self.gradients = Gradients.IN_STEP
         self._divide(params)
-        self.largest = largest_of(params) if self.is_low and not self.found_inf else math.inf
+        self.largest = largest_gradient(params) if self.is_low and not self.found_inf else math.inf
 
     def _params(self) -> list[Any]: return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
 
@@ -257,9 +257,3 @@ def warn_of_early_changes(learn: Learner) -> None:
     if found:
         warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they "
                   'are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
-
-
-def largest_of(params: Any) -> float: # Parameters with gradients; 0 if they have no numbers
-    "Return the largest absolute gradient, of all shards. It synchronizes."
-    whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
-    return max((float(g.to_dense().abs().max()) for g in whole if g.numel()), default=0.)
