@@ -80,7 +80,7 @@ def skips_on_device(opt: Any, params: list[nn.Parameter]) -> bool: # The learner
     (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
     """
     if type(opt) is not OptimWrapper or type(opt.opt) not in FUSED.values(): return False
-    if not getattr(opt.opt, '_step_supports_amp_scaling', False): return False
+    if not all(group.get('fused') for group in opt.opt.param_groups): return False
     if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return False
     is_plain_sgd = all(group.get('momentum') == 0 for group in opt.opt.param_groups)
     return is_plain_sgd or all(map(opt.opt.state.get, params))

@@ -1,5 +1,6 @@
 "A skipped step leaves no trace: in weights, optimizer and buffers all is as if the batch had not been there."
 
+import copy
 from functools import partial
 from itertools import product
 
@@ -111,6 +112,7 @@ class Counting(torch.optim.AdamW):
 WHO = {
     'adam': [0, 3],
     'fused adamw': [0],  # a skipped first step would create the state
+    'a copied fused adamw': [0],
     'fused sgd': [0],
     'fused plain sgd': [],
     'a subclass': [0, 3],
@@ -118,11 +120,15 @@ WHO = {
 }
 EXTRA['a subclass'] = partial(OptimWrapper, opt=partial(Counting, fused=True))
 EXTRA['plain sgd'] = SGD
+EXTRA['a copied fused adamw'] = OPTS['fused adamw']
 
 
 @pytest.mark.parametrize('opt', WHO)
 def test_the_host_or_the_device_skips_a_step(opt):
     learn, fired, after, at_order_11 = make('fp16', opt=opt, cbs=[spoil_at(0, 3)]), [], [], []
+    if 'copied' in opt:
+        learn.create_opt()
+        learn = copy.deepcopy(learn)
     learn.add_cb(At('after_cancel_step', lambda l: fired.append(l.train_iter), 20))
     learn.add_cb(At('after_step', lambda l: after.append(l.mixed_precision.skipped), 20))
     learn.add_cb(At('before_step', lambda l: at_order_11.append(l.mixed_precision.skipped), 11))
