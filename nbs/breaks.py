@@ -9,7 +9,7 @@ from html import escape, unescape
 
 IN_TEXT, IN_TABLE = 24, 12                     # shorter code is not broken; a table's columns are narrow on a phone
 PLACE = re.compile(r'''(?<=\w[_=])(?=\w)|(?<=\w\.)(?<!learn\.)(?=[^\W\d])(?!py$)   # not in a number, nor after `learn.`
-                       |(?<=[\w=][(=])(?=['"\[\w][^)]{3})''', re.VERBOSE)             # no bracket is left alone
+                       |(?<=[\w=][(=])(?=['"\[\w][^)]{3})|(?<=\w\[)(?=['"])''', re.VERBOSE)   # no bracket is left alone
 TABLE = re.compile(r'(<table.*?</table>)', re.DOTALL)
 CODE = re.compile(r'<code class="[^"]*literal[^"]*">.*?</code>', re.DOTALL)
 WIDE = 4                                       # columns
