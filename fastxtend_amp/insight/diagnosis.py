@@ -9,6 +9,7 @@ from fastai.learner import Learner
 from ..messages import warn_user
 from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
+from ..training.fit import check_parallel
 from ..training.loop import precision_callback
 from .calls import advised
 from .copies import lost_weights, several_processes
@@ -129,12 +130,14 @@ def fix(
     cb: MixedPrecision,
     alarm: Alarm,
     remedy: tuple, # Of its diagnosis
-) -> bool: # False without a remedy, and if the user's own change waits already
+) -> bool: # False without a remedy, if the user's own change waits already, or with nn.DataParallel
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
     if not remedy or cb.waiting: return False
     call = advised(learn, *remedy)
     new = call.precision
+    try: check_parallel(new, learn.model)
+    except ValueError: return False                              # only a warning
 
     def switch():
         "Close the fit, which the next batch opens again; drop the gradients and the mean loss, which may be NaN."

@@ -10,7 +10,21 @@ from cases import CASES
 from fastxtend_amp.devices import facts
 from fastxtend_amp.insight import diagnosis, watch
 from fastxtend_amp.training.loop import precision_callback
-from helpers import DEVICE, OPTIMIZERS, At, Data, dataset, finite, learner, left_on, loaders, opt_state, params, same
+from helpers import (
+    DEVICE,
+    OPTIMIZERS,
+    At,
+    Attentive,
+    Data,
+    dataset,
+    finite,
+    learner,
+    left_on,
+    loaders,
+    opt_state,
+    params,
+    same,
+)
 from helpers import told
 
 SEEDS = range(3)
@@ -229,6 +243,13 @@ def test_with_several_processes_it_says_so_and_warns(monkeypatch):
     words = told(lambda: learn.fit(2, 0.01))
     assert sum('only warns in distributed runs' in w for w in words) == 1 and 'only warns' in words[0]
     assert sum('failed' in w for w in words) == 1 and not learn.mixed_precision.fixes
+
+
+def test_with_data_parallel_it_warns_of_a_change_that_cannot_be_made():
+    model = nn.DataParallel(Attentive())
+    model.device_ids, model.forward = [0, 1], model.module.forward  # as with two GPUs
+    learn = learner(model).to_fp16(on_overflow='fix')
+    assert "'attn'" in ' '.join(told(lambda: learn.fit(1))) and not learn.mixed_precision.fixes
 
 
 def test_a_users_own_switch_in_the_same_batch_counts():
