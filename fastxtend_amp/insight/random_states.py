@@ -38,7 +38,7 @@ _one_at_a_time = threading.RLock()                               # random states
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    "Restore the random number generators of torch, Python and NumPy on exit. Other threads wait for that."
+    "Restore the states of the random number generators on exit. Other threads wait until then."
     with _one_at_a_time:
         state = random_state()
         try: yield
