@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
+from torch.nn.parameter import is_lazy
 
 from ..learners import training_device
 from ..messages import check_integer
@@ -48,6 +49,9 @@ class Rounds:
         self.max_seconds = min(max_seconds, 1e9)                 # `math.inf`: no limit
         self.end = time.monotonic() + self.max_seconds
         check_learner(learn, method)
+        if lazy := [name for name, p in learn.model.named_parameters() if is_lazy(p)]:
+            raise ValueError(f"{method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
+                             'batch.\nRun one: `learn.model(learn.dls.one_batch()[0])`.')
         self.learn, self.method, self.n_steps, self.n_seeds, self.lr = learn, method, n_steps, n_seeds, lr
         self.seeds = list[Run]()                                 # fp32 with other seeds
 

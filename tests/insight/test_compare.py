@@ -230,6 +230,7 @@ ERRORS = {
     'another device': lambda: learner().precision_report(device='xpu'),
     'no loss scales to plot': lambda: learner().to_fp16().mixed_precision.plot_scales(),
     'frozen': lambda: learner(frozen(mlp())).compare_precision(),
+    'lazy': lambda: learner(nn.LazyLinear(1)).compare_precision(),
     'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
     'fp32 fails': lambda: learner(nn.Linear(5, 1)).compare_precision(LOW),  # the data has six columns
