@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from fastxtend_amp import MixedPrecision
+from fastxtend_amp.precisions.matching import qualified_names
 from helpers import At, Attentive, finite, is_outside_a_fit, learner, mlp, output_dtypes, params, replaced, same
 from helpers import told
 from training.rows import BF16, FP32, Shared, lazy
@@ -74,6 +75,7 @@ def test_modules_themselves_lists_and_names_inside_wrappers():
         assert kept(outer, 'attn') == ['attn']
     model.attn = torch.compile(model.attn, backend='eager')
     assert kept(model, 'attn.q') == ['attn.q'] and kept(model, 'attn') == kept(model, model.attn) == ['attn']
+    assert [name for name, _ in qualified_names(model)].count('attn') == 1
     lists = nn.Module()
     lists.layers = nn.ModuleList([nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6)])])
     for spec in ('layers', nn.ModuleList):
