@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and its state
+RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and what they set
 
 
 def torch_generators() -> list[tuple[Callable, Callable]]:
