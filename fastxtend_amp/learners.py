@@ -1,4 +1,4 @@
-"What a learner has: its device, optimizer and parameters, its newest loss, and what a file left for a precision."
+"The parts of a learner: device, optimizer and parameters, newest loss, and states that a file left for precisions."
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any

@@ -1,1 +1,1 @@
-"What FSDP2 and XLA need for training and in files. Nothing imports these files but the package itself."
+"Support for FSDP2 and XLA, in training and in files. Only the package itself imports these files."

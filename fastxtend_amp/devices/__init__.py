@@ -1,1 +1,1 @@
-"What a device is: facts, how it multiplies fp32 tensors, what work on it costs, and the rules of CUDA's autocast."
+"Facts about devices: how they multiply fp32 tensors, what work on them costs, and the rules of CUDA's autocast."

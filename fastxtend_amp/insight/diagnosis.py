@@ -42,7 +42,7 @@ class Alarm:
 
 
 class Diagnosis(NamedTuple):
-    "What to try after a failure, and its cause."
+    "The cause of a failure, and what to try."
     advice: str
     cause: str
     remedy: tuple = () # What 'fix' applies: precision, modules in fp32, loss scale; () if nothing helps

@@ -1,4 +1,4 @@
-"What watches a fit: failures, which end in a warning or an error with the cause, and mistakes that it explains."
+"Watchers of a fit: they report why training failed, as a warning or an error, and explain common mistakes."
 import math, re
 from typing import Any
 
@@ -24,7 +24,7 @@ _ANOMALY = 'returned nan values'                                 # in those of a
 
 
 class Watched:
-    "What the watch has seen of one fit."
+    "The observations of one fit."
     weights = None                                               # their norm at the start
     first_loss = None
     last_loss = math.nan                                         # the last finite one
@@ -51,7 +51,7 @@ class Watch:
 
     @property
     def watched(self):
-        "What was seen of the open fit; None if it is not watched, or has been warned of."
+        "The observations of the open fit; None if it is not watched, or has been warned of."
         return self.cb.fit and self.cb.fit.watched
 
     def before_fit(self):

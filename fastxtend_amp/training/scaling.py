@@ -34,7 +34,7 @@ _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the c
 
 
 class Gradients(Enum):
-    "What the gradients are at present."
+    "The present state of the gradients."
     BETWEEN_STEPS = 'true, as after `zero_grad`'
     SCALED = 'times the scale: backward passes add to them'
     IN_STEP = 'true, in a step that is under way'
@@ -78,7 +78,7 @@ class Scaling:
 
     @property
     def host_skips(self) -> bool:
-        "Whether the host has to skip this step."
+        "True if the host has to skip this step."
         return self.found_inf is True
 
     @property
