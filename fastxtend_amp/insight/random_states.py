@@ -1,4 +1,4 @@
-"The state of the process's random number generators: read, set, and restored."
+"The states of the process's random number generators: they are read, set and restored."
 import random, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
