@@ -135,7 +135,8 @@ def rows_of(
     """
     model, device = unwrapped(learn.model), training_device(learn)
     plain = {p.name: Call.of(learn, p) for p in (Precision(), *precisions)}
-    native = {name: row for name, row in plain.items() if row.precision.support(device).status == 'native'}
+    def is_native(row): return row.precision.support(device).status == 'native'
+    native = {name: row for name, row in plain.items() if is_native(row)}
     with_layers = dict[str, Call]()
     for p in [row.precision for row in native.values() if row.precision.dtype][:1]:
         in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}

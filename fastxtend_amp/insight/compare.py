@@ -188,8 +188,10 @@ def compared(
     "Train in all rows, and return what that shows."
     rounds.run(rows)
     n, base, runs = rounds.n_compared, rounds.base, rounds.runs
-    table = pd.DataFrame({name: _row(run, base, n) for name, run in runs.items()}).T.infer_objects()
-    tolerated = tolerance(base.losses[:n], [run.loss(n) for run in rounds.seeds], last_fifth(n))
+    columns = {name: _row(run, base, n) for name, run in runs.items()}
+    table = pd.DataFrame(columns).T.infer_objects()
+    seed_losses = [run.loss(n) for run in rounds.seeds]
+    tolerated = tolerance(base.losses[:n], seed_losses, last_fifth(n))
     seconds = math.nan if rounds.is_short else rounds.max_seconds - min(0, rounds.left)
     recommended, reason = recommend(table, tolerated, seconds)
     return PrecisionComparison(

@@ -163,7 +163,8 @@ def _copy(learn, optimizer):
     own |= {'cbs': L(cbs), 'opt': learn.opt if optimizer else None, 'scaler': None, **_SILENT}
     if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
         own['recorder'] = SimpleNamespace(**vars(learn.recorder))
-    for name, part in [('model', unwrapped(learn.model)), *((cb.name, cb) for cb in cbs), *own.items()]:
+    parts = [('model', unwrapped(learn.model)), *((cb.name, cb) for cb in cbs)]      # the model first: others share it
+    for name, part in [*parts, *own.items()]:
         try:
             with _Detached(): vars(new)[name] = copy.deepcopy(part, memo)
         except torch.OutOfMemoryError: raise

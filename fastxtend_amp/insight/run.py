@@ -52,11 +52,13 @@ class Run:
 
     def speed_up(self, other: Run) -> Speed:
         "Return how much faster than another it is, in the rounds of both."
-        return Speed.of([other.times[n] / self.times[n] for n in self.times.keys() & other.times])
+        shared = self.times.keys() & other.times
+        return Speed.of([other.times[n] / self.times[n] for n in shared])
 
     def loss(self, n: int) -> float: # nan if it has left the rounds
         "Return the mean loss of the last fifth of the first `n` steps, which all that are left have trained for."
-        return math.nan if self.reason else float(np.mean(self.losses[n - last_fifth(n):n]))
+        if self.reason: return math.nan
+        return float(np.mean(self.losses[n - last_fifth(n):n]))
 
     @contextmanager
     def error_recorded(self) -> Iterator[None]:
