@@ -4,14 +4,12 @@ What is wrong in fp32, which modules 16 bits harm and why, and the loss scales t
 """
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 
 from ..precisions.matching import covers, qualified_names
-from ..tensors import HALF
 from .display import some
 from .recording import Recording
 from .records import LOSS, named
@@ -140,10 +138,9 @@ def prediction_error(low: Recording) -> float: # nan if unknown
     return max((e for e in errors if e >= 0), default=math.nan)
 
 
-# -- tables, whose columns `PrecisionReport` documents
+# -- the table, whose columns `PrecisionReport` documents
 
 _COLUMNS = 'precision module type format largest headroom error grad underflow flagged'.split()
-_OF_CONSTANTS = 'module line operator constant fp16 bf16 flagged'.split()
 
 
 Runs = Mapping[str, list[Recording]]                             # by precision
@@ -167,12 +164,3 @@ def _rows(low, flagged):
         error, grad = math.inf if m.failed else m.error, in_fp32.grad or math.nan
         underflow = max(m.n_zeros - in_fp32.n_zeros, 0) / max(in_fp32.n_grads, 1)
         yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
-
-
-def constants_of(runs: Runs, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
-    "Return the table of constants that are lost, in all runs."
-    modules = (m for recordings in runs.values() for low in recordings for m in low.modules.values())
-    lost: Any = dict.fromkeys((m.name, *constant) for m in modules for constant in m.constants)
-    flagged = {name for v in verdicts.values() for name in v.flagged}
-    rows = [(*c, *(as_dtype(c[-1], dtype) for dtype in HALF), c[0] in flagged) for c in lost]
-    return pd.DataFrame(rows, columns=_OF_CONSTANTS)

@@ -20,7 +20,7 @@ from ..tensors import map_tensors
 from .calls import advised, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
-from .evidence import constants_of, equal_numbers, not_fp32, table_of
+from .evidence import equal_numbers, not_fp32, table_of
 from .judge import Judge, NotKnown
 from .random_states import random_state_kept
 from .records import named
@@ -106,8 +106,7 @@ class _Work:
         self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
         if not self.whole.wrong: self._call_another()
         runs = {name: judge.runs for name, judge in self.judges.items()}
-        table, constants = table_of(runs, self.verdicts), constants_of(runs, self.verdicts)
-        return PrecisionReport(table, self.verdicts, [*self._notes()], constants)
+        return PrecisionReport(table_of(runs, self.verdicts), self.verdicts, [*self._notes()])
 
     @cached_property
     def cut(self) -> Sample: # `whole` if that is little work, or if the model needs whole batches

@@ -58,15 +58,11 @@ class PrecisionReport(Shown):
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling |
     | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 |
 
-    Columns of `constants`: `module`, `line` ('norm.py:33'), `operator`, `constant`, its values in `fp16` and `bf16`,
-    `flagged`.
-
     `largest` ignores likely attention masks: outlying large negative values, and tensors of one or two distinct values.
     """
     table: pd.DataFrame # One row per precision and module
     verdicts: dict[str, Verdict] # By precision
     notes: list[str] # What was looked at, what was left out, and causes besides modules
-    constants: pd.DataFrame # Numbers in the code that become 0, 1, -1 or infinity in 16 bits
 
     @property
     def fp32_modules(self) -> list[str]:
