@@ -195,7 +195,7 @@ class FixedEvaluation:
 def _fp32_results(learn, state): # In the middle of a batch
     "Return predictions and loss of a copy in fp32; None if they fail, are not finite, or change in a second run."
     runs = []
-    with suppress(Exception), running_copy(learn, Precision, in_batch=True) as copy, torch.no_grad():
+    with suppress(Exception), running_copy(learn, Precision(), in_batch=True) as copy, torch.no_grad():
         for i in range(2):
             set_random_state(state)
             run_again(copy, i, (learn.xb, learn.yb))

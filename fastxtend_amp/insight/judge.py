@@ -8,7 +8,7 @@ from fastcore.basics import noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
-from .calls import advised, own_precision
+from .calls import advised, like_own
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .recording import Recording
@@ -30,11 +30,16 @@ class NotKnown(Exception):
 class Judge:
     """The search for the verdict on a precision.
 
-        run the batches in the precision
-        flag modules that raise an error, overflow or round too much
-        keep them in fp32, or lower the loss scale, and run again, until nothing is flagged
-        compare the mean gradient of several batches with that in fp32
-        if the gradient of another batch is finite only in fp32, begin again with that batch as well
+        until there is a verdict:
+            run the batches in the precision
+            flag modules that raise an error, overflow or round too much
+            if a module is flagged, or the run failed:
+                lower the loss scale, or keep modules in fp32, and run again
+                if there is nothing left to try: 'do not use', or after an error 'cannot run'
+            find out which loss scales work
+            compare the mean gradient of several batches with that in fp32
+            if no other batch has a gradient that is finite only in fp32: 'safe so far', or what else was found
+            begin again, with one of these batches as well
 
     For example, of a model whose attention overflows in fp16:
 
@@ -47,151 +52,166 @@ class Judge:
     sample: Sample
     first_scale: float # The loss scale to start from
     batches: Sequence = () # Batches whose gradients are compared; if empty, the distance is unknown
-    before_run: Callable = noop # Called before each run; may raise `NotKnown`
+    before_run: Callable = noop # Called before each run with the name of the precision; may raise `NotKnown`
 
     def __post_init__(self):
         self.learn = self.sample.learn
         self.modules = dict(qualified_names(self.learn.model))
-        self.kept = [*own_precision(self.learn).kept_in_fp32(self.learn.model)]
         self.distance: GradientDistance | None = None            # as measured first, for the notes
         self._begin(self.sample)
 
     def _begin(self, sample):
-        self.sample, self.keep, self.scale = sample, self.kept, self.first_scale
+        self.sample, self.scale = sample, self.first_scale
+        self.keep = list[str]()                                  # modules in fp32, besides those of the user
         self.reasons = dict[str, str]()                          # why a module is flagged, by its name
         self.runs = list[Recording]()
 
     def verdict(self) -> Verdict: # Its `call` is empty if another precision has to be used
         "Search until nothing is flagged, or nothing helps."
         while not self.sample.wrong:
-            low = self._run(self.keep)
-            harmed = harm(low, self.keep, self.learn.model)
+            run = self._run(self.keep)
+            harmed = harm(run, self.modules)
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
-            if harmed or low.error or low.not_finite:
-                if self._remedy(low, harmed): continue
-                return self._nothing_helps(low)
-            scales, init_scale = self._scales(low)
-            distance = self._distance(self.keep, init_scale or self.first_scale)
+            if harmed or run.error or run.not_finite:
+                if self._remedy(run, harmed): continue
+                return self._nothing_helps(run)
+            scales, init_scale = self._scales(run)
+            distance = self._distance(self.keep, init_scale)
             seen = self.sample.batches
             other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
-            if not other: return self._conclude(low, scales, init_scale, distance.ratio)
+            if not other: return self._conclude(run, scales, init_scale, distance.ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
-        return self._say('not known', self.sample.wrong)
+        return self._verdict('not known', self.sample.wrong)
 
     def _run(self, keep):
-        self.before_run()
-        self.runs.append(self.sample.run(self.kind, keep, self.scale))
+        self.before_run(self.kind.name)
+        precision = like_own(self.learn, self.kind, keep, self.scale)
+        self.runs.append(self.sample.run(precision))
         return self.runs[-1]
 
-    def _say(self, verdict, reason, **fields):
+    @property
+    def first_run(self) -> Recording | None:
+        "The first run that no error ended; None if there is none."
+        return next((run for run in self.runs if not run.error), None)
+
+    def _verdict(self, verdict, reason, **fields):
         return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **fields)
 
-    # -- what has to be in fp32
+    # -- something is flagged, or the run failed
 
-    def _remedy(self, low, harmed):
+    def _remedy(self, run, harmed):
         "First lower the loss scale, then keep flagged modules, then any that help; False if there is nothing left."
-        is_backward = low.not_finite == 'gradient' and not (harmed or low.error)
-        if is_backward and self.kind.scales_loss and self._lower_scale(low): return True
-        new = [*filter(self._can_be_kept, harmed)]
-        if not new: new = self._tried(low, next(iter(harmed), None), is_backward)
+        is_backward = run.not_finite == 'gradient' and not (harmed or run.error)
+        if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
+        new = self._can_be_kept(harmed, run)
+        if not new: new = self._found_by_trial(run, next(iter(harmed), None), is_backward)
         if new and is_backward: self.scale = self.first_scale    # it was not the scale that failed
         self.keep = [*self.keep, *new]
         return bool(new)
 
-    def _lower_scale(self, low):
+    def _lower_scale(self, run):
         "Lower the loss scale, if gradients do not underflow at the lower one; return whether it was lowered."
-        least, most = loss_scales(low)
+        least, most = loss_scales(run)
         lower = most if _LOWEST_SCALE <= most < self.scale else self.scale / MARGIN
         if lower < max(least, _LOWEST_SCALE): return False
         self.scale = lower
         return True
 
-    def _can_be_kept(self, name): return name in self.modules and name != ROOT and not covers(self.keep, name)
+    def _can_be_kept(self, names, run):
+        "Return which modules of these names could be kept in fp32 as well."
+        kept = run.precision.fp32_modules or ()
+        return [n for n in names if n in self.modules and n != ROOT and not covers(kept, n)]
 
-    def _helping(self, low, helps):
-        "Return few modules that help if they are kept in fp32 as well, and all that could be kept, from last to first."
-        around = {n.rpartition('.')[0] for n in low.modules}     # parents of others, which may compute nothing
-        computing = [n for n, m in low.modules.items() if m.largest or n not in around]
-        tried = [*filter(self._can_be_kept, reversed(computing))]
-        return smallest(tried, lambda names: helps([*self.keep, *names])), tried
+    def _can_be_tried(self, run):
+        "Return the modules that compute something and could be kept in fp32 as well, from last to first."
+        around = {n.rpartition('.')[0] for n in run.modules}     # parents of others, which may compute nothing
+        computing = [n for n, m in run.modules.items() if m.largest or n not in around]
+        return self._can_be_kept(reversed(computing), run)
 
-    def _tried(self, low, name, is_backward):
+    def _found_by_trial(self, run, name, is_backward):
         """Return modules that help in fp32 if the flagged one cannot be kept there, or if none is flagged.
 
         Autocast cannot be turned off for the model's own `forward` or the loss function, but both compute in fp32 on
         fp32 inputs. A module in fp32 may fail because its inputs were rounded. An error or overflow in the backward
         pass flags no module.
         """
-        wrong = ('loss', 'gradient') if is_backward else ('loss',)
-        def helps(keep):
-            run = self._run(keep)
-            return not run.error and run.not_finite not in wrong and name not in harm(run, self.keep, self.learn.model)
-        names, _ = self._helping(low, helps)
+        def helps(names):
+            trial = self._run([*self.keep, *names])
+            if trial.error or trial.not_finite == 'loss' or (trial.not_finite and is_backward): return False
+            return name not in harm(trial, self.modules)
+
+        names = smallest(self._can_be_tried(run), helps)
         if not names: return []
         helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
-        if name in self.reasons: self.reasons[name] += helped
+        if name: self.reasons[name] += helped
         else: self.reasons |= dict.fromkeys(names, f'in {self.kind.name} {_NOT_FINITE}{helped}')
         return names
 
-    def _nothing_helps(self, low):
-        reason = some(self.reasons.values()) or low.error or _NOT_FINITE
-        if low.error: return self._say('cannot run', reason)
+    def _nothing_helps(self, run):
+        reason = some(self.reasons.values()) or run.error or _NOT_FINITE
+        if run.error: return self._verdict('cannot run', reason)
         reason += ', and no module in fp32 changes that'
         if self.reasons.keys() - self.modules.keys() or ROOT in self.reasons:
             reason += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
-        return self._say('do not use', reason)
+        return self._verdict('do not use', reason)
 
     # -- nothing is flagged any more
 
-    def _scales(self, low):
+    def _scales(self, run):
         "Return the range of loss scales, by what was computed and tried, and where to start if the first is outside."
-        is_trained = any(m.grad for m in low.reference.modules.values())         # not in evaluation
-        if not is_trained or not self.kind.scales_loss or self.sample.is_cut: return None, None
-        least, most = loss_scales(low)
+        is_trained = any(m.grad for m in run.reference.modules.values())         # not in evaluation
+        if not is_trained or not self.kind.scales_loss or self.sample.is_small: return None, None
+        least, most = loss_scales(run)
         most = self.scale if self.scale < self.first_scale else max(most, self.scale)
         least = min(least, most)
         if least <= self.first_scale <= most / CLOSE: return (least, most), None
         scale = max(least, most / MARGIN)
         return (least, most), int(scale) if scale >= 1 else scale
 
-    def _distance(self, keep, scale):
+    def _distance(self, keep, init_scale):
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
-        self.before_run()
-        try: distance = gradient_distance(self.learn, self.batches, self.kind, keep, scale)
+        self.before_run(self.kind.name)
+        precision = like_own(self.learn, self.kind, keep, init_scale or self.first_scale)
+        try: distance = gradient_distance(self.learn, self.batches, precision)
         except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
         self.distance = self.distance or distance
         return distance
 
-    def _conclude(self, low, scales, init_scale, ratio):
-        errors = [m.error for m in low.modules.values() if m.error > 0]
-        why = f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
-        verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
-        if self.reasons: verdict, why = 'keep modules in fp32', some(dict.fromkeys(self.reasons.values()), '; ')
+    def _conclude(self, run, scales, init_scale, ratio): # `ratio` is nan if it is unknown
+        "Return the verdict of a run in which nothing is flagged, with what was found on the way."
+        verdict, names = 'safe so far', []
+        errors = [m.error for m in run.modules.values() if m.error > 0]
+        found = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
+        if scales and scales[0] > 1: verdict = 'safe with loss scaling'
+        if self.reasons:
+            verdict = 'keep modules in fp32'
+            found = [some(dict.fromkeys(self.reasons.values()), '; ')]
         if scales:
             margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < scales[1] else ''
-            why += f'; loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}'
-        names, moves = self._moved(ratio, low, init_scale or self.first_scale)
-        modules = [n for n in [*self.keep, *names] if n not in self.kept]
-        following = str(advised(self.learn, self.kind, modules, init_scale))
+            found.append(f'loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}')
+        if ratio == math.inf: found.append('gradients of some batches are finite only in fp32')
+        elif ratio >= 0:
+            found.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or more may '
+                         'matter)')
         if ratio >= _FAR:
             verdict = 'gradient differs'
-            if not names: following = f"learn.compare_precision('{self.kind.name}')"
-        return self._say(verdict, why + moves, call=following, modules=modules, scale_range=scales,
-                         init_scale=init_scale, error=prediction_error(low))
+            names, helps = self._nearer(run, init_scale)
+            found.append(f'with {helps} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some such '
+                         'models train as well as in fp32')
+        modules = [*self.keep, *names]
+        call = str(advised(self.learn, self.kind, modules, init_scale))
+        if ratio >= _FAR and not names: call = f"learn.compare_precision('{self.kind.name}')"
+        return self._verdict(verdict, '; '.join(found), call=call, modules=modules, scale_range=scales,
+                             init_scale=init_scale, error=prediction_error(run))
 
-    def _moved(self, ratio, low, scale): # `ratio`: nan if unknown
-        "Return the modules that bring a mean gradient near to that in fp32, and how far it is, for the reason."
-        if math.isnan(ratio): return [], ''
-        moves = f'; rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or more may matter)'
-        if ratio < _FAR: return [], moves
-        if ratio == math.inf: moves = '; gradients of some batches are finite only in fp32'
-        names, tried = self._helping(low, lambda keep: self._distance(keep, scale).ratio < _NEAR)
-        helps = some(map(named, names)) or 'no module that was tried'
-        if len(names) > 1 and names == tried: names, helps = [], 'only all modules'
-        self.reasons |= dict.fromkeys(names, '')
-        return names, (f'{moves}; with {helps} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: '
-                       'some such models train as well as in fp32')
+    def _nearer(self, run, init_scale):
+        "Return the modules that in fp32 bring the mean gradient near to that in fp32, and words for them."
+        tried = self._can_be_tried(run)
+        names = smallest(tried, lambda names: self._distance([*self.keep, *names], init_scale).ratio < _NEAR)
+        if len(names) > 1 and names == tried: return [], 'only all modules'
+        self.reasons |= dict.fromkeys(names, '')                 # they are flagged; `_conclude` says why
+        return names, some(map(named, names)) or 'no module that was tried'
 
 
 def smallest(names: list[str], helps: Callable) -> list[str]:

@@ -2,8 +2,6 @@
 
 An operator belongs to the innermost running module, or to the loss function if none is running.
 """
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,12 +27,11 @@ class Recording(TorchDispatchMode):
     failed_in = ''                                               # the module that raised it; '' before a batch
 
     def __init__(self,
-        kind: type[Precision] = Precision,
-        reference: Recording | None = None, # In a lower precision: the recording in fp32
+        precision: Precision,
+        reference: Any = None, # The recording in fp32; an empty recording needs none
     ):
         super().__init__()
-        self.kind = kind
-        self.reference: Any = reference
+        self.precision, self.reference = precision, reference
         # Modules in the order in which their last calls finish, then the loss function.
         self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
@@ -55,6 +52,7 @@ class Recording(TorchDispatchMode):
                 stack.enter_context(m.register_forward_hook(self._leave, always_call=True))
             stack.enter_context(self)
             yield
+        if self.frames: self.modules[LOSS] = self.modules.pop(LOSS)              # the last
         self.frames = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -80,9 +78,9 @@ class Recording(TorchDispatchMode):
             self._push(name, type(module).__name__)
 
     def _push(self, name, class_name):
-        new = ModuleRecord(name, class_name)
-        reference = self.reference.modules.get(name, new) if self.reference else new
-        self.frames.append(Frame(self.modules.setdefault(name, new), self.kind, reference))
+        in_fp32 = self.reference.modules.get(name, ModuleRecord(name, class_name))
+        new = ModuleRecord(name, class_name, in_fp32)
+        self.frames.append(Frame(self.modules.setdefault(name, new), self.precision))
 
     def _leave(self, module, args, output):
         with unwatched():
@@ -103,9 +101,7 @@ class Recording(TorchDispatchMode):
         self.in_backward, self.failed_in = True, BACKWARD        # until a module raises
         self.losses.append(float(loss.detach().float().mean()))
         if not all_finite(loss): self.not_finite = 'loss'
-        if self.frames:
-            self.frames[0].compare(loss)
-            self.modules[LOSS] = self.modules.pop(LOSS)          # the last
+        if self.frames: self.frames[0].compare(loss)
 
     # -- the backward pass
 

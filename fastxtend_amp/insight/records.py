@@ -40,23 +40,24 @@ class ModuleRecord:
     "The record of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
+    reference: Any = None                                        # its record in fp32; empty if it did not run there
     largest = 0.                                                 # absolute finite result, in fp32 if that is known
     largest_half = 0.                                            # the same of 16-bit results only
     is_half = False                                              # whether it has 16-bit results
     is_after = False                                             # whether NaN or inf came in
     failed = False                                               # whether NaN or inf first appears in it
     error = math.nan                                             # largest relative error of its own arithmetic
-    merged: Sequence[float] = ()                                 # two whole numbers that are equal in its results
-    merged_inside: Sequence[float] = ()                          # two whole numbers that become equal in it
+    merged: Sequence[float] = ()                                 # two whole numbers that become equal in it
+    shows_merged = False                                         # whether its results depend on such numbers
     # By line of code, operator and value: constants that become 0, 1 or inf, and whether results need them.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
     grad = 0.                                                    # largest absolute gradient of outputs and parameters
     grad_sum = 0.                                                # sum of the absolute values of these gradients
     n_grads = 0                                                  # how many are finite and not 0
     n_zeros = 0                                                  # how many are 0
-    work = 0                                                     # of the fp32 run, the same on each machine
+    work = 0                                                     # the same on each machine
     half_line = ''                                               # line of a 16-bit product in the fp32 run
-    has_fp32_product = False                                     # whether it has fp32 products
+    has_product = False                                          # whether it multiplies matrices
     undone_line = ''                                             # line of a 16-bit product of inputs cast to fp32
 
 
@@ -70,18 +71,26 @@ class Operation:
     "A call of one of PyTorch's operators."
     def __init__(self, func, args, kwargs):
         self.func, self.traits, self.args, self.kwargs = func, traits_of(func), args, kwargs
-        self.inputs = readable((args, kwargs))
+        self.name, self.inputs = self.traits.name, readable((args, kwargs))
         self.has_half = any(t.dtype in HALF for t in self.inputs)
-        self.is_cast = self.traits.name == '_to_copy' and kwargs.get('dtype') in HALF
+        self.is_cast = self.name == '_to_copy' and kwargs.get('dtype') in HALF
 
     def run(self): return self.func(*self.args, **self.kwargs)
 
-    def in_fp32(self, exact): # `exact`: gives the fp32 version of an input
-        "Return the result on fp32 inputs; None if there is an error."
+    def reads(self, known): # Tensors by their address
+        "Return whether one of these tensors is an input."
+        return any(address(t) in known for t in self.inputs)
+
+    def run_in_fp32(self, twins):
+        "Return the result for the twins of the inputs; None if there is an error."
+        def fp32(t):
+            twin = twins.fp32(t)
+            return twin.clone() if self.traits.writes else twin
+
         # It fails for tensor subclasses without this operator, and for operators that exist only in 16 bits.
         with suppress(Exception), torch.no_grad():
             device = tensors(self.args)[0].device
-            args, kwargs = map_tensors(exact, (self.args, self.kwargs))
+            args, kwargs = map_tensors(fp32, (self.args, self.kwargs))
             if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
             with torch.autocast(device.type, enabled=False): return self.func(*args, **kwargs)
 
@@ -92,20 +101,23 @@ class Operation:
         return flops + _WORK_PER_NUMBER * sum(t.numel() for t in tensors(out))
 
     def lost_constants(self):
-        "Return the constants that 16 bits round to 0, 1, -1, inf or -inf."
+        "Return the constants that 16 bits round to 0, 1, -1, inf or -inf, with line and operator."
         dtypes = (t.dtype for t in self.inputs if t.ndim)
         dtype = self.kwargs.get('dtype') or next(dtypes, None)
-        if dtype not in HALF or self.traits.name.rstrip('_') not in _CONSTANTS: return []
-        near = {number: as_dtype(number, dtype) for number in map(_constant, self.args)}
-        return [number for number, r in near.items() if number != r and abs(r) in (0, 1, math.inf)]
+        if dtype not in HALF or self.name.rstrip('_') not in _CONSTANTS: return []
+        def is_lost(constant):
+            near = as_dtype(constant, dtype)
+            return near != constant and abs(near) in (0, 1, math.inf)
 
-    def needs(self, constant, out, exact): # `exact`: `out`, in fp32 if known
+        return [(users_line(), self.name, c) for c in map(_constant, self.args) if is_lost(c)]
+
+    def needs(self, constant, out, fp32): # `fp32`: `out`, in fp32 if known
         "Return whether a constant bounds results, or is added to values near 0, and is lost."
         limit = as_dtype(constant, out.dtype)
         operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
-        if not self.traits.name.startswith(operators): return False
+        if not self.name.startswith(operators): return False
         # A constant that becomes 0 matters beside values below the normal numbers of fp16.
-        is_near = (exact - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
+        is_near = (fp32 - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
         return bool(is_near.any())
 
 
@@ -119,86 +131,79 @@ def _constant(x): # 0 for what is none
 class Frame:
     "A running call of a module."
     record: ModuleRecord
-    kind: type[Precision]
-    reference: ModuleRecord                                      # of the run in fp32; empty if it did not run there
+    precision: Precision
     twins: Twins = field(default_factory=Twins)
     floats: dict = field(default_factory=dict)                   # by address: what `.float()` gave, also cast back
     merged: dict = field(default_factory=dict)                   # by address: whole numbers that fell together
 
     def run(self, operation):
         "Run an operator of the module, and record what it shows."
-        constants, traits = self.record.constants, operation.traits
-        lost = [(users_line(), traits.name, c) for c in operation.lost_constants()]
-        for key in lost: constants.setdefault(key, False)
-        if traits.makes_nothing: return operation.run()
-        exact = self._in_fp32(operation)
-        was_finite = exact is None and all(map(all_finite, operation.inputs))    # before it writes into one
+        record = self.record
+        lost = operation.lost_constants()
+        for constant in lost: record.constants.setdefault(constant, False)
+        if operation.traits.makes_nothing: return operation.run()
+        twin = self._twin(operation)
+        was_finite = twin is None and all(map(all_finite, operation.inputs))     # before it writes into one
         out = operation.run()
-        if not self.kind.dtype: self.record.work += operation.work(out)
+        record.work += operation.work(out)
         self._record_product(operation, out)
         self._record_merged(operation, out)
-        outs = readable(out)[:1] if traits.name in _COUNTS else readable(out)
-        for o, value in zip(outs, readable(exact) or outs):      # itself where nothing has been rounded
-            self._record_size(operation, o, value)
-            for key in lost: constants[key] |= operation.needs(key[-1], o, value)
-            if n_nan_or_inf(o) and not self.reference.failed: self._record_failure(o, value, was_finite)
+        outs = readable(out)[:1] if operation.name in _COUNTS else readable(out)
+        for o, fp32 in zip(outs, readable(twin) or outs):        # itself where nothing has been rounded
+            if operation.is_cast or operation.name not in _COPIES: self._record_size(o, fp32)
+            for constant in lost: record.constants[constant] |= operation.needs(constant[-1], o, fp32)
+            if n_nan_or_inf(o) and not record.reference.failed: self._record_failure(o, fp32, was_finite)
+            # Rounding errors of what is exactly 0 in fp32 would be 100%.
+            if fp32 is not o and record.reference.largest: self.twins.keep(o, fp32)
+            else: self.twins.forget(o)                           # it may be overwritten
         return out
 
-    def _in_fp32(self, operation):
+    def _twin(self, operation):
         "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
-        twins, traits = self.twins, operation.traits
-        rounds = operation.is_cast or operation.has_half or any(twins.of(t) is not None for t in operation.inputs)
-        if not self.kind.dtype or not rounds or traits.draws: return None
-        return operation.in_fp32((lambda t: twins.exact(t).clone()) if traits.writes else twins.exact)
+        rounds = operation.is_cast or operation.has_half or operation.reads(self.twins)
+        if not self.precision.dtype or not rounds or operation.traits.draws: return None
+        return operation.run_in_fp32(self.twins)
 
-    def _record_size(self, operation, out, exact): # `exact`: `out`, in fp32 if known
-        "Record the size of a result, and keep its twin."
-        record = self.record
-        if operation.is_cast or operation.traits.name not in _COPIES:
-            largest = largest_value(exact)
-            record.largest = max(record.largest, largest)
-            if out.dtype in HALF: record.largest_half, record.is_half = max(record.largest_half, largest), True
-        # Rounding errors of what is exactly 0 in fp32 would be 100%.
-        if exact is not out and self.reference.largest: self.twins.keep(out, exact)
-        else: self.twins.forget(out)                             # it may be overwritten
+    def _record_size(self, out, fp32): # `fp32`: `out`, in fp32 if known
+        record, largest = self.record, largest_value(fp32)
+        record.largest = max(record.largest, largest)
+        if out.dtype in HALF: record.largest_half, record.is_half = max(record.largest_half, largest), True
 
-    def _record_failure(self, out, exact, was_finite):
+    def _record_failure(self, out, fp32, was_finite):
         "Record whether NaN or inf is new, where the result in fp32 is finite and more than a mask, or came in."
-        is_new = was_finite if exact is out else largest_value(exact) > 0 and n_nan_or_inf(out[exact.isfinite()]) > 0
+        if fp32 is out: is_new = was_finite
+        else: is_new = largest_value(fp32) > 0 and n_nan_or_inf(out[fp32.isfinite()]) > 0
         self.record.failed |= is_new
         self.record.is_after |= not is_new
 
     def _record_product(self, operation, out):
         "Record the line of a product in 16 bits that the fp32 run should not have, or that undoes a cast to fp32."
-        traits, has_half, inputs = operation.traits, operation.has_half, operation.inputs
-        if traits.name == '_to_copy' and inputs:
-            is_float = has_half and out.dtype is torch.float32
-            if is_float or address(inputs[0]) in self.floats: self.floats[address(out)] = out
-        elif traits.flops and not has_half: self.record.has_fp32_product = True
-        elif traits.flops:
-            if not self.kind.dtype: self.record.half_line = users_line() or 'in PyTorch'
-            elif any(t.dtype in HALF and address(t) in self.floats for t in inputs):
-                self.record.undone_line = users_line() or 'PyTorch'
+        record, has_half, was_float = self.record, operation.has_half, operation.reads(self.floats)
+        if operation.name == '_to_copy' and (was_float or (has_half and out.dtype is torch.float32)):
+            self.floats[address(out)] = out
+        if not operation.traits.flops: return
+        record.has_product = True
+        if has_half and not self.precision.dtype: record.half_line = users_line() or 'in PyTorch'
+        elif has_half and was_float: record.undone_line = users_line() or 'PyTorch'
 
     def _record_merged(self, operation, out):
         "Follow whole numbers that fall together in 16 bits through what is computed from them."
-        numbers = [*map(self._merged_in, operation.inputs)]
-        if operation.traits.name in _CASTS:
-            numbers += [merged(t, out.dtype) for t in tensors(operation.args) if is_plain(t)]
-        if pair := next(filter(None, numbers), None):
-            if not self.reference.merged_inside: self.record.merged_inside = pair
-            for o in readable(out): self.merged[address(o)] = pair, o
-
-    def _merged_in(self, t): return self.merged.get(address(t), [()])[0]
+        if self.record.reference.merged: return                  # some do so in fp32 as well
+        cast = tensors(operation.args) if operation.name in _CASTS else []
+        pairs = (merged(t, out.dtype) for t in cast if is_plain(t))
+        pair = next(filter(None, pairs), None)
+        self.record.merged = pair or self.record.merged
+        if not (pair or operation.reads(self.merged)): return
+        for o in readable(out): self.merged[address(o)] = o
 
     def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."
-        if not self.reference.merged: self.record.merged = self._merged_in(t) or self.record.merged
-        if not self.kind.dtype: return
+        self.record.shows_merged |= address(t) in self.merged
+        if not self.precision.dtype: return
         t = t.detach()
-        error = relative_error(t, self.twins.exact(t))
+        error = relative_error(t, self.twins.fp32(t))
         # Where fp32 itself would lose a tenth of the value, an error is noise.
-        if error * _FP32_NOISE < .1 * torch.finfo(self.kind.dtype).eps:
+        if error * _FP32_NOISE < .1 * torch.finfo(self.precision.dtype).eps:
             self.record.error = max(error, self.record.error)    # in this order, as the record may be nan
 
 

@@ -3,7 +3,7 @@ import re, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -96,7 +96,7 @@ class _Work:
     "The work behind one report."
     learn: Learner
     drawn: list # Batches whose gradients are compared
-    whole: Sample # The first of these batches, on which modules are judged
+    sample: Sample # The first of these batches, on which modules are judged
     simulated: bool # Whether a CPU follows CUDA's autocast rules
     before_run: Callable # Called with the name of a precision; raises `NotKnown` after the time limit
 
@@ -104,35 +104,36 @@ class _Work:
         "Return the report on these precisions."
         self.device, self.judges = training_device(self.learn), dict[str, Judge]()
         self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
-        if not self.whole.wrong: self._call_another()
-        runs = {name: judge.runs for name, judge in self.judges.items()}
-        return PrecisionReport(table_of(runs, self.verdicts), self.verdicts, [*self._notes()])
+        if not self.sample.wrong: self._call_another()
+        table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
+        return PrecisionReport(table, self.verdicts, [*self._notes()])
 
     @cached_property
-    def cut(self) -> Sample: # `whole` if that is little work, or if the model needs whole batches
-        "A sample with the first items of each batch, for emulated precisions."
-        batches, work = self.whole.batches, sum(m.work for m in self.whole.reference.modules.values())
-        n = n_items(batches[0])
+    def small_sample(self) -> Sample: # `sample` if that is little work, or if the model needs whole batches
+        "The first items of each batch, for emulated precisions."
+        batches, modules = self.sample.batches, self.sample.reference.modules.values()
+        n, work = n_items(batches[0]), sum(m.work for m in modules)
         few = max(2, int(n * EMULATED_WORK / max(work, 1)))      # batch normalization needs two
-        if few >= n: return self.whole
+        if few >= n: return self.sample
+        def first_items(t): return t[:few] if t.shape[:1] == (n,) else t
         with suppress(Exception):
-            batches = map_tensors(lambda t: t[:few] if t.shape[:1] == (n,) else t, batches)
-            if not (sample := Sample(self.learn, batches, is_cut=True)).wrong: return sample
-        return self.whole
+            small = Sample(self.learn, map_tensors(first_items, batches), is_small=True)
+            if not small.wrong: return small
+        return self.sample
 
     def _verdict(self, kind):
-        if self.whole.wrong: return Verdict(kind.name, 'not known', self.whole.wrong)
+        if self.sample.wrong: return Verdict(kind.name, 'not known', self.sample.wrong)
         status, why = kind.support(self.device)
         if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
-        scale = own_precision(self.learn).state_dict().get('scale') or advised(self.learn, kind).precision.first_scale
-        sample = self.cut if status == 'emulated' else self.whole
-        batches = () if sample.is_cut else self.drawn[:N_BATCHES]        # gradients of few items are mostly noise
-        before_run = partial(self.before_run, kind.name)
-        judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, before_run)
+        own, new = own_precision(self.learn), advised(self.learn, kind).precision
+        scale = own.state_dict().get('scale') or new.first_scale
+        sample = self.small_sample if status == 'emulated' else self.sample
+        batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
+        judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, self.before_run)
         try: verdict = judge.verdict()
         except NotKnown as e: return Verdict(kind.name, 'not known', *e.args)
         verdict.is_emulated = status == 'emulated' and '.to_' in verdict.call and not self.simulated
-        lacking = next((low for low in judge.runs if self.simulated and _NO_KERNEL.search(low.error)), None)
+        lacking = next((run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error)), None)
         if not lacking: return verdict
         return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
                        f'which CUDA may have: {lacking.error}')
@@ -142,32 +143,34 @@ class _Work:
         failed = [name for name, v in self.verdicts.items() if not v.call]
         left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
         other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
-        call = self.verdicts[other.name].call if other.name in self.verdicts else str(advised(self.learn, other))
+        verdict = self.verdicts.get(other.name)
+        call = verdict.call if verdict else str(advised(self.learn, other))
         for name in failed: self.verdicts[name].call = call
 
     # -- notes
 
     def _notes(self):
         "Give notes on what else was seen, what was looked at, and what was not."
-        reference, judges = self.whole.reference, self.judges.items()
+        reference, judges = self.sample.reference, self.judges.items()
         distances = {name: judge.distance for name, judge in judges if judge.distance}
-        inputs = (t for batch in self.whole.batches for t in readable(tensors(batch)[:-1]))
+        inputs = (t for batch in self.sample.batches for t in readable(tensors(batch)[:-1]))
         largest = max(map(largest_value, inputs), default=0.)
         if largest > _LARGE_INPUT and any(v.flagged for v in self.verdicts.values()):
             yield f'The inputs reach {largest:,.3g}. Normalize them first.'
         yield from self._digits()
         for name, judge in judges:
-            if self.verdicts[name].verdict.startswith('safe') and (equal := equal_numbers(judge.runs[-1])):
+            if not self.verdicts[name].verdict.startswith('safe'): continue
+            if equal := equal_numbers(judge.runs[-1]):
                 yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
-        if (own := not_fp32(reference)) and not self.whole.wrong: yield f'The reference is not fp32: {own}.'
+        if (own := not_fp32(reference)) and not self.sample.wrong: yield f'The reference is not fp32: {own}.'
         if reference.unread:
             yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
                    f'{some(map(named, reference.unread))}.')
         for name, judge in judges:
-            if all(low.error for low in judge.runs): continue    # this precision cannot run
-            if not (layers := advised(self.learn, judge.kind).precision.rounding(self.learn.model)): continue
+            if not judge.first_run: continue                     # this precision cannot run
+            layers = judge.first_run.precision.rounding(self.learn.model)
             names = some(map(named, layers))
-            yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
+            if layers: yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
         yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
         for name, distance in distances.items():
             if not (n := len(distance.lost)): continue
@@ -193,10 +196,10 @@ class _Work:
         if errors: yield f'Predictions differ from those in fp32 by {by}{nearest}.'
 
     def _looked_at(self, n_gradients):
-        n, whole = len(self.whole.batches), n_items(self.drawn[0])
+        n, n_samples = len(self.sample.batches), n_items(self.drawn[0])
         batches = '1 batch' if n == 1 else f'{n:,} batches'
-        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {whole:,} samples each. '
-               'Other batches (`n_batches`) and later weights may flag other modules.')
-        if names := [name for name, judge in self.judges.items() if judge.sample.is_cut]:
-            yield (f'To save time, looked at {n_items(self.cut.batches[0]):,} of these samples and at no gradients in '
-                   f'{" and ".join(names)}, which this device emulates.')
+        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {n_samples:,} samples '
+               'each. Other batches (`n_batches`) and later weights may flag other modules.')
+        if names := [name for name, judge in self.judges.items() if judge.sample.is_small]:
+            yield (f'To save time, looked at {n_items(self.small_sample.batches[0]):,} of these samples and at no '
+                   f'gradients in {" and ".join(names)}, which this device emulates.')

@@ -81,7 +81,8 @@ class PrecisionReport(Shown):
         rows = rows.sort_values(['flagged', 'largest'])[-30:].sort_index()
         _, ax = plt.subplots(layout='constrained', figsize=(8, 2 + len(rows) / 5))
         colors = rows['flagged'].map({True: '#c0392b', False: '#4c566a'})
-        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=colors.where(rows['is_half'], 'none'))
+        faces = colors.where(rows['is_half'], 'none')
+        ax.scatter(rows['largest'], rows['module'], edgecolors=colors, c=faces)
         if 'fp16' in self.verdicts:
             ax.axvline(FP16_LARGEST, color=FP16.color, label='largest fp16 number, 65,504: inf above')
             ax.axvline(FP16_NORMAL, color=FP16.color, ls=':', label='smallest normal fp16 number: digits lost below')

@@ -3,7 +3,7 @@
 A `Sample` records what happens in each module; `gradient_distance` looks at the mean gradient only.
 """
 import math, re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,61 +42,57 @@ class Sample:
     learn: Learner # Nothing in it changes
     batches: list # As a DataLoader gives them; inside a batch, its inputs and targets
     state: RandomState | None = None # Inside a batch, the random state to start from
-    is_cut: bool = False # Whether only the first items of each batch are left
+    is_small: bool = False # Whether only the first items of each batch are left
 
     def __post_init__(self):
-        self.reference: Any = None                               # the first run has none and becomes it
-        self.reference = self.run()
+        self.reference = Recording(Precision())                  # empty: the first run has none and becomes it
+        self.reference = self.run(Precision())
         self.wrong = wrong_in_reference(self.reference, self.batches)            # '' if nothing is
 
-    def run(self,
-        kind: type[Precision] = Precision,
-        keep: Sequence[str] = (), # Modules kept in fp32
-        scale: float = 1., # The loss scale, for fp16
-    ) -> Recording:
+    def run(self, precision: Precision) -> Recording:
         """Run the batches forward and backward in a copy, in its own loop with its callbacks; record each module.
 
         Then run them as in validation, unless that fails in fp32 as well. The first validation runs without hooks, as
         some modules of PyTorch use other kernels when they have hooks. If its results are finite only in fp32, it runs
         again and is recorded.
         """
-        reference, batches, in_batch = self.reference, self.batches, self.state is not None
-        recording, where, run_one = Recording(kind, reference), '', run_again if in_batch else run_batch
+        reference, in_batch = self.reference, self.state is not None
+        recording, where = Recording(precision, reference), ''
+        run_one = run_again if in_batch else run_batch
+        reader = BackwardOnly(recording.record_gradients, recording.record_loss)
         try:
-            with running_copy(self.learn, kind, keep, scale, in_batch) as copy:
-                reader = BackwardOnly(recording.record_gradients, recording.record_loss)
+            with running_copy(self.learn, precision, in_batch) as copy:
                 set_random_state(self.state or [])
-                for i, batch in enumerate(batches):
+                for i, batch in enumerate(self.batches):
                     with recording.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
-                if in_batch or (reference and reference.error): return recording
+                if in_batch or reference.error: return recording
                 where, recording.failed_in = ' (in validation)', ROOT
-                recording.validates = _validates(copy, batches, recording.predictions)
-                if reference and reference.validates and not recording.validates:
+                recording.validates = self._validates(copy, recording)
+                if reference.validates and not recording.validates:
                     recording.not_finite = 'loss'
-                    with recording.of_batch(copy.model): _validates(copy, batches, [])
+                    with recording.of_batch(copy.model): self._validates(copy, recording)
         except torch.OutOfMemoryError: raise
         except Exception as e:
-            if kind is Precision and not where: raise
+            if not precision.dtype and not where: raise
             recording.error = first_line(e) + where
             callback = _IN_CALLBACK.search(str(e))
             if callback and recording.failed_in == LOSS: recording.failed_in = f'callback `{callback[1]}`'
         return recording
+
+    def _validates(self, copy, recording):
+        "Run the batches as in validation; record predictions; return whether they and the losses are finite."
+        finite = True
+        for batch in self.batches:
+            copy._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
+            finite &= has_finite_results(copy)
+            recording.predictions += readable(copy.pred)
+        return finite
 
 
 def run_again(copy: Learner, i: int, batch: Any) -> None:
     "Run a clone of the batch that the learner is in the middle of."
     copy.xb, copy.yb = map_tensors(torch.clone, batch)           # which the model may write into
     copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
-
-
-def _validates(learn, batches, predictions):
-    "Run batches as in validation; add predictions; return whether they and the losses are finite."
-    finite = True
-    for batch in batches:
-        learn._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
-        finite &= has_finite_results(learn)
-        predictions += readable(learn.pred)
-    return finite
 
 
 # -- the mean gradient
@@ -120,9 +116,7 @@ def _gradient(model):
 def gradient_distance(
     learn: Learner, # Nothing in it changes
     batches: Iterable, # As a DataLoader gives them
-    kind: type[Precision],
-    keep: Iterable[str], # Modules kept in fp32
-    scale: float, # The loss scale, for fp16
+    precision: Precision,
 ) -> GradientDistance:
     """Measure by how many standard errors of the mean gradient a precision moves it, at fixed weights.
 
@@ -143,9 +137,9 @@ def gradient_distance(
     h = BackwardOnly(_gradient)
     mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
     squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, Precision) as reference:
+    with running_copy(learn, Precision()) as reference:
         set_random_state(start)                                  # callbacks may draw weights when a fit begins
-        with running_copy(learn, kind, [*keep], scale) as low:
+        with running_copy(learn, precision) as low:
             scale = low.mixed_precision.scale or 1.              # without loss scaling
             reference.add_cb(g)
             low.add_cb(h)
@@ -174,18 +168,18 @@ def gradient_distance(
 @contextmanager
 def running_copy(
     learn: Learner, # Nothing in it changes
-    kind: type[Precision],
-    keep: Sequence[str] = (), # Modules kept in fp32
-    scale: float = 1., # The loss scale, for fp16
+    precision: Precision,
     in_batch: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]: # In training, its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
-    own, of_dtype = like_own(learn, kind, keep), find_precision(kind.dtype or torch.float32)
     # The precision of this dtype needs neither hardware nor other packages.
-    with (copied_learner(learn, Call(like_own(learn, of_dtype, keep, scale))) as copy,
-          torch.compiler.set_stance('force_eager'), fp32_settings(FULL_PRECISION)):
+    of_dtype = find_precision(precision.dtype or torch.float32)
+    simulated = like_own(learn, of_dtype, precision.fp32_modules or (), precision.first_scale)
+    with (copied_learner(learn, Call(simulated)) as copy, torch.compiler.set_stance('force_eager'),
+          fp32_settings(FULL_PRECISION)):
         modules = dict(qualified_names(copy.model))
-        for name, rounding in own.rounding(copy.model).items(): round_as(rounding, modules[name])
+        for name, rounding in precision.rounding(copy.model).items():
+            vars(modules[name])['forward'] = partial(rounded_linear, rounding, modules[name])
         copy.create_opt()                                        # callbacks may read it
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
         if in_batch:                                             # callbacks have already prepared the batch
@@ -224,15 +218,12 @@ class BackwardOnly(Callback):
 
 # -- the rounding of a precision on a device without it
 
-def round_as(
+def rounded_linear(
     rounding: Rounding,
-    layer: nn.Module, # A linear layer of a copy
-) -> None:
-    "Make a layer round its input, its weight and the gradient of its output, in autocast."
-    vars(layer)['forward'] = partial(_linear, rounding, layer)
-
-
-def _linear(rounding, layer, x):
+    layer: nn.Module, # A linear layer
+    x: torch.Tensor, # Its input
+) -> torch.Tensor:
+    "Return what the layer computes in autocast, with its input, its weight and the gradient of the output rounded."
     x = x.to(torch.get_autocast_dtype(x.device.type))
     out = F.linear(_rounded_copy(rounding, x), _rounded_copy(rounding, layer.weight))
     if out.requires_grad: out.register_hook(partial(_rounded_copy, rounding, is_gradient=True))

@@ -105,34 +105,34 @@ def as_dtype(number: float, dtype: torch.dtype) -> float:
 
 def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
     "Return two different whole numbers in `t` that become equal in `dtype`; [] for what may be an image."
-    if dtype not in HALF or t.dtype in HALF or sum(n > 1 for n in t.shape) > 2: return []
+    if dtype not in HALF or t.dtype in HALF or t.squeeze().ndim > 2: return []
     t = t.float()
     is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be equal in fp32 already
     if not is_whole.all(): return []
     t = t.unique()
-    first = (t.to(dtype).diff() == 0).nonzero()[:1]
-    return torch.cat([t[first], t[first + 1]]).flatten().tolist()
+    pairs = torch.stack([t[:-1], t[1:]], dim=1)
+    return pairs[t.to(dtype).diff() == 0][:1].flatten().tolist()
 
 
 class Twins(dict):
     "Maps the address of a tensor to the tensor and an fp32 copy of its storage. Views share both."
     def of(self, t):
-        "Return the twin of `t`; None if `t` is exact."
+        "Return the twin of `t`; None if it has none."
         _, memory = self.get(address(t), (t, None))
         return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
-    def exact(self, t):
-        "Return the twin of `t`, or an exact `t` in fp32."
+    def fp32(self, t):
+        "Return the twin of `t`; without one `t` in fp32."
         twin = self.of(t)
         return half_to_float(t) if twin is None else twin
 
-    def keep(self, t, exact):
-        "Keep `exact` as the twin of `t`, unless `t` has no address."
-        if not address(t) or t.shape != exact.shape: return
+    def keep(self, t, twin):
+        "Keep a twin of `t`, unless `t` has no address."
+        if not address(t) or t.shape != twin.shape: return
         if self.of(t) is None:                                   # a copy of all the memory, for views of it
             memory = t.new_empty(0).set_(t.untyped_storage())
-            self[address(t)] = t, memory.to(exact.dtype, copy=True)
-        self.of(t).copy_(exact)
+            self[address(t)] = t, memory.to(twin.dtype, copy=True)
+        self.of(t).copy_(twin)
 
     def forget(self, x):
         "Drop the twins of all tensors in `x`, which was overwritten."

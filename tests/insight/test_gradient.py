@@ -6,6 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastxtend_amp.insight.calls import like_own
 from fastxtend_amp.insight.sample import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
@@ -57,7 +58,8 @@ def by_hand(model, dls, dtype, n=6):
 
 
 def distance(learn, mode='bf16', keep=(), scale=1.0, n=6):
-    return gradient_distance(learn, [*learn.dls.train][:n], find_precision(mode), keep, scale).ratio
+    precision = like_own(learn, find_precision(mode), keep, scale)
+    return gradient_distance(learn, [*learn.dls.train][:n], precision).ratio
 
 
 @pytest.mark.parametrize('make', [mlp, far_from_0, lambda: nn.Sequential(mlp(), nn.Dropout(0.0))])
