@@ -92,7 +92,7 @@ WORDS = {
                            'Export': "load_learner, export, deploy, deployment, serve, export model inference, "
                                      "export learner production, "
                                      "load model without fastxtend_amp"},
-    'guarantees': {'The same numbers': 'reproducible, deterministic',
+    'guarantees': {'The same numbers': 'reproducible, deterministic, training loop, PyTorch loop',
                    'What is kept when': 'old checkpoint, checkpoint from fastai, crash while saving, '
                                         'killed, disk full, corrupt file, '
                                              'optimi',
@@ -112,7 +112,6 @@ WORDS = {
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
-                     'The same in a PyTorch loop': 'training loop, PyTorch loop',
                      'What importing changes': 'monkey patch, go back to fastai'},
     'recipes': {
         'Recipes': 'early stopping, EarlyStoppingCallback, lr_find, learning rate finder, freeze, '
