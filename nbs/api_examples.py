@@ -2,9 +2,8 @@
 
 EXAMPLES = {
     'to_amp': '''
-learn.to_amp()                              # prints its choice and the reason
-learn.fit_one_cycle(1)
-learn.to_amp(measure=True, max_seconds=1)   # times them; by default for a minute
+learn.to_amp()                              # prints its choice
+learn.to_amp(measure=True, max_seconds=1)   # by default a minute
 ''',
     'to_bf16': '''
 learn.to_bf16(fp32_modules=nn.BatchNorm1d)
@@ -17,8 +16,7 @@ learn.fit(1)
 print(learn.mixed_precision.scale)  # 1024.0
 ''',
     'to_fp32': '''
-learn.to_fp16()
-learn.to_fp32()
+learn.to_fp16().to_fp32()
 print(hasattr(learn, 'mixed_precision'))  # False
 ''',
     'to_tf32': '''
@@ -26,9 +24,8 @@ learn.to_tf32()
 if torch.cuda.is_available(): learn.fit(1)
 ''',
     'to_fp8': '''
-layers = nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
-learn.model = nn.Sequential(*layers)
-learn.to_fp8(modules='2', min_size=64)      # needs torchao
+learn.model = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+learn.to_fp8(modules='1', min_size=64)      # needs torchao
 ''',
     'to_half_weights': '''
 learn.to_half_weights('bf16', flat_master=True)
@@ -45,11 +42,11 @@ print(pred.dtype)  # torch.bfloat16
 ''',
     'precision_report': '''
 print(learn.precision_report())
-learn.precision_report('fp16', n_batches=2, device='cuda')  # as on a GPU, without one
+learn.precision_report('fp16', n_batches=2, device='cuda')
 ''',
     'compare_precision': '''
 found = learn.compare_precision('bf16', n_steps=5, max_seconds=1)
-found.apply(learn)                          # switches to what it recommends
+found.apply(learn)
 ''',
     'precision_decision': '''
 learn.to_amp(measure=True, max_seconds=1)
@@ -62,13 +59,12 @@ print(report.verdicts['bf16'].call)  # bf16
     'PrecisionReport': '''
 report = learn.precision_report()
 report.plot()
-report.table.nsmallest(3, 'headroom')       # the modules closest to overflow
+report.table.nsmallest(3, 'headroom')       # closest to overflow
 learn.to_bf16(fp32_modules=report.fp32_modules)
 ''',
     'Verdict': '''
 verdict = learn.precision_report('fp16').verdicts['fp16']
 print(verdict.verdict)  # safe so far
-print(verdict.modules)  # []
 ''',
     'PrecisionComparison': '''
 found = learn.compare_precision('bf16', n_steps=5, max_seconds=1)
@@ -82,7 +78,7 @@ print(sum(learn.mixed_precision.skips))  # 0
 learn.mixed_precision.plot_scales()
 ''',
     'HalfWeights': '''
-learn.add_cb(MixedPrecision(HalfWeights('bf16')))   # as learn.to_half_weights('bf16')
+learn.add_cb(MixedPrecision(HalfWeights('bf16')))
 learn.fit(1)
 ''',
     'AMPMode': '''
@@ -95,7 +91,7 @@ print(learn.recorder.values[-1][2:])  # [1024, 0]
 ''',
     'SkippedStepsMetric': '''
 learn.metrics = SkippedStepsMetric()
-learn.to_fp16(init_scale=2.**60).fit(1)     # such a scale overflows: steps are skipped
+learn.to_fp16(init_scale=2.**60).fit(1)     # overflows
 print(learn.recorder.values[-1][2])  # 4
 ''',
     'fused': '''
@@ -113,11 +109,10 @@ print(is_depthwise(nn.Conv2d(8, 8, 3, groups=8)))  # True
 print(is_grouped(nn.Conv2d(8, 8, 3, groups=4)))  # True
 ''',
     'load_learner': '''
-file = learn.save('model')
-try: load_learner(file)
-except AttributeError as e: print('Create the learner and call `learn.load`' in str(e))  # True
+try: load_learner(learn.save('model'))
+except AttributeError as e: print('learn.load' in str(e))  # True
 ''',
     'precision_support': '''
-precision_support()                         # a row for each device and precision
+precision_support()
 ''',
 }

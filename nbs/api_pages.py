@@ -6,7 +6,6 @@ import inspect
 import re
 from collections import Counter
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 
@@ -18,7 +17,7 @@ from api_examples import EXAMPLES
 from fastxtend_amp.insight.report_result import Verdict
 from fastxtend_amp.precisions import PRECISIONS, Precision
 
-HERE, PACKAGE = Path(__file__).parent, Path(fastxtend_amp.__file__).parent
+HERE = Path(__file__).parent
 LOOP = 'precision_report without a learner'                      # `fastxtend_amp.precision_report`
 PAGES = {                                                        # each with the names it describes, in this order
     'api_methods': ['to_amp', 'to_bf16', 'to_fp16', 'to_fp32', 'to_tf32', 'to_fp8', 'to_half_weights', 'precision_as',
@@ -30,10 +29,10 @@ PAGES = {                                                        # each with the
 PAGE_OF = {name: page for page, names in PAGES.items() for name in names}
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
-WHOLE = {'to_amp', 'to_fp32', 'precision_as', 'amp_context'}     # shown with all paragraphs
+WHOLE = {'to_amp', 'to_fp32', 'amp_context'}                     # shown with all paragraphs
 MEMBERS = {'fp32_module_names', 'scale', 'scales', 'skips', 'skipped', 'state_dict', 'load_state_dict', 'scale_loss',
-           'autocast', 'plot_scales', 'fp32_modules', 'calls', 'plot', 'apply'}  # of classes; the others are ours
-FOR_HELP = re.compile(r'(Raises|Source|Interval)\b')             # paragraphs that only `help` shows
+           'plot_scales', 'fp32_modules', 'calls', 'plot', 'apply'}  # of classes; the others are ours
+FOR_HELP = re.compile(r'Raises|Source|Interval|In `table`')      # paragraphs that only `help` shows
 
 
 # -- what the code says
@@ -123,14 +122,14 @@ def line(name, default, text):
 def argument_lines(obj):
     "Return a list of the arguments of `obj` that are not shared, or attributes of what a method returns."
     if getattr(obj, '__name__', '') in INSIGHT:
-        return '\n'.join(['Attributes and methods:\n', *(line(n, '', text) for n, *_, text in arguments(obj))])
+        return '\n'.join(['Attributes:\n', *(line(n, '', text) for n, *_, text in arguments(obj) if text)])
     common = shared()
     return '\n'.join(line(n, '', text) for n, kind, default, text in arguments(obj)
                      if text and (n, kind, default) not in common)
 
 
 def signature_line(name, obj):
-    "Return the call with types and defaults, as fastai writes them, and what it returns if that has an entry."
+    "Return a call with types and defaults, as fastai writes them, and what it returns."
     names = []
     for n, p in inspect.signature(obj).parameters.items():
         if n == 'self': continue
@@ -139,13 +138,10 @@ def signature_line(name, obj):
         if p.kind is p.VAR_POSITIONAL: names.append('*' + n)
         else: names.append('**' * (p.kind is p.VAR_KEYWORD) + n + ':' * bool(kind) + kind
                            + '=' * bool(default) + default)
-    names = [n.replace(' ', '\xa0') for n in names]
-    call = fill(f'{name}({", ".join(names)})', 90, subsequent_indent='    ', break_long_words=False)
-    returned = inspect.signature(obj).return_annotation
-    if kind := inspect.isfunction(obj) and type_text(returned): call += f' -> {kind}'
-    returned = getattr(returned, '__name__', returned)
-    link = f'\n\nReturns a [`{returned}`](#{returned.lower()}).' if returned in INSIGHT else ''
-    return f'```\n{call}\n```'.replace('\xa0', ' ') + link
+    kind = type_text(inspect.signature(obj).return_annotation)
+    returned = f' -> {kind}' if inspect.isfunction(obj) and kind not in ('', 'Learner') else ''
+    call = f'`{name}({", ".join(names)}){returned}`'             # a browser breaks it where the window ends
+    return fill(call, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def text_of(obj):
@@ -163,16 +159,6 @@ def as_list(part):
     return '\n'.join([f'{LISTED.get(head, head)}:\n', *(f'- {name}: {text}' for name, text, *_ in rows)])
 
 
-def source_link(obj):
-    "Return a link to the file that `obj` is written in."
-    f = function_of(obj)
-    if not is_ours(f): return ''
-    # `to_fp16` and others are made from a class
-    made_from = PRECISIONS.get(f.__name__.removeprefix('to_'), f) if '__delwrap__' in vars(f) else f
-    file = Path(import_module(made_from.__module__).__file__)
-    return f'[source](../fastxtend_amp/{file.relative_to(PACKAGE).as_posix()})'
-
-
 def member_line(name, obj):
     "Return a method or property of a class as an item of a list; a method with its arguments."
     found = [] if is_property(obj) else arguments(obj)
@@ -182,7 +168,7 @@ def member_line(name, obj):
 
 
 def entry(name, obj):
-    "Return an entry: heading, docstring, example, arguments, members of a class, and a link to the source."
+    "Return an entry: heading, signature, docstring, example, arguments, and members of a class."
     first, _, rest = text_of(obj).partition('\n\n')
     parts = [f'## {name}', first, f'```python\n{EXAMPLES[name].strip()}\n```', rest]
     if inspect.isclass(obj) and issubclass(obj, Precision):
@@ -191,10 +177,11 @@ def entry(name, obj):
     elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
         found = members(obj) if inspect.isclass(obj) else {}
         lines = '\n'.join(member_line(n, m) for n, m in found.items() if n in MEMBERS)
-        if name not in INSIGHT: parts.insert(1, signature_line(name.split()[0], obj))
+        explained = any(text for *_, text in arguments(obj))
+        if name not in INSIGHT and explained: parts.insert(1, signature_line(name.split()[0], obj))
         named = name in INSIGHT or not lines                     # what a method returns has such a line already
-        parts.append((argument_lines(obj) + ('\n' if named else '\n\nAttributes and methods:\n\n') + lines).strip())
-    return '\n\n'.join(filter(None, [*parts, source_link(obj)]))
+        parts.append((argument_lines(obj) + ('\n' if named else '\n\nAttributes:\n\n') + lines).strip())
+    return '\n\n'.join(filter(None, parts))
 
 
 def address(name):

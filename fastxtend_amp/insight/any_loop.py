@@ -27,14 +27,14 @@ _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a ta
 
 
 def precision_report(
-    model: nn.Module, # Its 16-bit weights count as fp32, as do 16-bit inputs
+    model: nn.Module, # 16-bit weights and inputs count as fp32
     batches: Iterable, # A DataLoader or a list: tuples of inputs and a target, or dicts of the model's arguments
-    loss_func: Callable | None = None, # Called with the model's output and the target; None for dicts
+    loss_func: Callable | None = None, # Called with the output and the target; None for dicts
     *,
-    n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
-    **kwargs: Any # Other arguments of `Learner.precision_report`: `precisions`, `max_seconds`, `device`
+    n_batches: int = 1, # As in `Learner.precision_report`
+    **kwargs: Any # Its arguments `precisions`, `max_seconds` and `device`
 ) -> PrecisionReport: # Calls in it are a precision with its arguments: 'fp16, init_scale=1024'
-    """Report whether a model trains in low precision, and which modules have to stay in fp32, without a learner.
+    """Report whether a model trains in low precision, without a learner.
 
     Works as `Learner.precision_report`, and raises the same errors. The model is not modified and stays on its device.
     With dicts, it is called as `model(**batch)`, as models of Hugging Face are, and its output has to have a `loss`.

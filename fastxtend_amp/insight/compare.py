@@ -27,38 +27,36 @@ _NOTHING_NATIVE = ("This device runs nothing else natively. To compare what it e
 class PrecisionComparison(Shown):
     """The result of `Learner.compare_precision`.
 
-    In `table`, nan means no value, for example for a precision that was dropped early.
+    In `table`, nan means that there is no value.
 
     | column of `table` | meaning |
     |---|---|
-    | `support` | how the device runs the precision: 'native' or 'emulated'; 'failed' after an error |
-    | `steps`, `rounds` | number of training steps, and of the rounds in which they were timed alongside fp32 |
-    | `ms per step` | median time in fp32; for other precisions, that time divided by the speed-up |
+    | `support` | 'native' or 'emulated' on this device; 'failed' after an error |
+    | `steps`, `rounds` | training steps, and the rounds in which they were timed |
+    | `ms per step` | median in fp32; for others, that divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
     | `loss`, `loss difference` | mean of the last fifth of the steps, and its difference from fp32 |
-    | `skipped`, `final scale` | number of skipped steps, and the loss scale at the end |
     | `peak MB` | the most that a step allocates on an accelerator |
-    | `weights moved` | distance from the initial to the final weights per step, relative to fp32 |
-    | `note` | why a precision did not run, or was dropped |
+    | `weights moved` | distance from the first to the last weights, per step, relative to fp32 |
     """
     table: pd.DataFrame # One row per precision, memory format and choice of layers in fp32
-    losses: dict[str, list[float]] # The loss of each step, by precision
-    seed_losses: list[list[float]] # The loss of each step, by additional fp32 training
-    recommended: str # The precision to use
+    losses: dict[str, list[float]] # The loss of each step, by row; `seed_losses` are of fp32 with other seeds
+    seed_losses: list[list[float]]
+    recommended: str # The row to use
     reason: str # Why, and how certain that is
     notes: list[str] # How the comparison was made, and what limits it
-    rows: dict[str, Call] # What `apply` sets: `precision` and `channels_last`
+    rows: dict[str, Call]
 
     @property
     def calls(self) -> dict[str, str]:
-        "The call that selects each precision."
+        "The call that selects each row."
         return {name: str(row) for name, row in self.rows.items()}
 
     def apply(self,
         learn: Learner, # The learner that was compared, or one like it
         precision: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
-        "Switch the learner to the recommended precision; its arguments, such as `fp32_modules`, are kept."
+        "Switch the learner to the recommended row, and keep its arguments, such as `fp32_modules`."
         row = precision or self.recommended
         check_argument('precision', row, self.rows.__contains__, f'one of {[*self.rows]}')
         self.rows[row].apply(learn)
@@ -73,7 +71,7 @@ class PrecisionComparison(Shown):
         yield '\n'.join([f'{name}: {note}' for name, note in dropped if note] + self.notes)
 
     def plot(self): # The two matplotlib axes
-        "Plot the speed of each precision, and all loss curves."
+        "Plot speeds and loss curves."
         import matplotlib.pyplot as plt
         _, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
         colors = [row.precision.color for row in self.rows.values()]
@@ -97,12 +95,12 @@ class PrecisionComparison(Shown):
 
 @patch
 def compare_precision(self: Learner,
-    precisions: Any = None, # Names such as 'bf16', 'half_weights', one or several; None: bf16, fp16, TF32 where native
-    n_steps: int = N_STEPS, # Training steps after which the losses are compared; timing may need more
+    precisions: Any = None, # One or several, also 'half_weights'; None: bf16, fp16, TF32 where native
+    n_steps: int = N_STEPS, # Steps whose losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None
-    n_seeds: int = N_SEEDS, # Repetitions of fp32 with other seeds, to see how much its loss varies
-    max_seconds: float = 60., # Time limit, approximate for slow models
+    n_seeds: int = N_SEEDS, # Repetitions of fp32 with other seeds
+    max_seconds: float = 60., # Time limit, approximate
 ) -> PrecisionComparison: # A `PrecisionComparison`: `table`, `plot()`, `recommended`, `reason`, `apply()`
     """Train copies of the learner side by side, and recommend the fastest precision whose loss matches fp32.
 
@@ -175,7 +173,7 @@ def measure_and_choose(
 
 @patch(as_prop=True)
 def precision_decision(self: Learner) -> PrecisionComparison | None:
-    "The comparison of the last `to_amp(measure=True)`: `recommended`, `reason`, `calls`; None without one."
+    "The comparison of the last `to_amp(measure=True)`, if there was one."
     return vars(self).get('precision_decision')
 
 

@@ -40,11 +40,11 @@ _DETERMINISTIC = 1e-3  # relative difference of two losses; that of most models 
 def precision_report(self: Learner,
     precisions: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
     n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
-    dl: DataLoader | None = None, # Source of the batches, fastai's or PyTorch's; `learn.dls.train` if None
-    max_seconds: float = 60., # Time limit; precisions without a verdict by then get 'not known'
-    device: str | torch.device | None = None, # 'cuda' for a GPU's autocast rules on a CPU; the learner's device if None
+    dl: DataLoader | None = None, # Source of the batches; `learn.dls.train` if None
+    max_seconds: float = 60., # Time limit; later verdicts are 'not known'
+    device: str | torch.device | None = None, # 'cuda' for a GPU's autocast rules on a CPU
 ) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
-    """Report whether the model trains in low precision, and which modules have to stay in fp32.
+    """Report whether the model trains in low precision, and which modules must stay in fp32.
 
     Runs a few batches through copies of the learner, in fp32 and in each precision, and compares every module. A module
     is flagged if it fails, overflows, comes within a factor of 4 of the maximum, or has an error above 10%. Flagged
@@ -152,6 +152,7 @@ class _Work:
     def _notes(self):
         "Give notes on what else was seen, what was looked at, and what was not."
         reference, judges = self.sample.reference, self.judges.items()
+        distances = {name: judge.distance for name, judge in judges if judge.distance}
         inputs = (t for batch in self.sample.batches for t in readable(tensors(batch)[:-1]))
         largest = max(map(largest_value, inputs), default=0.)
         if largest > _LARGE_INPUT and any(v.flagged for v in self.verdicts.values()):
@@ -170,7 +171,6 @@ class _Work:
             layers = judge.first_run.precision.rounding(self.learn.model)
             names = some(map(named, layers))
             if layers: yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
-        distances = {name: judge.distance for name, judge in judges if judge.distance}
         yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
         for name, distance in distances.items():
             if not (n := len(distance.lost)): continue

@@ -16,23 +16,23 @@ class Verdict:
     | `verdict` | meaning |
     |---|---|
     | 'safe so far' | nothing was flagged on these batches with the current weights |
-    | 'safe with loss scaling' | the same, but gradients would underflow without loss scaling |
-    | 'keep modules in fp32' | some modules fail, overflow or nearly do so, or have an error above 10% |
+    | 'safe with loss scaling' | the same, but without it gradients would underflow |
+    | 'keep modules in fp32' | modules were flagged, and keeping them in fp32 helps |
     | 'gradient differs' | the mean gradient is far from that in fp32: a warning sign, not a proof |
     | 'do not use' | nothing that was tried helps |
-    | 'cannot run' | the device has no kernel for it, or the model does not allow it |
+    | 'cannot run' | the device or the model does not support it |
     | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
     """
-    precision: str # Its name, such as 'bf16'
-    verdict: str # One of the above
+    precision: str
+    verdict: str
     reason: str # What was found
-    call: str = '' # The next call to make; empty if there is none
+    call: str = '' # The next call to make, if there is one
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
-    flagged: list[str] = field(default_factory=list) # Flagged modules; '(model)' is the model's own `forward`
-    init_scale: float | None = None # Loss scale to start from, if the default does not suit
+    flagged: list[str] = field(default_factory=list)
+    init_scale: float | None = None # First loss scale, if the default does not suit
     error: float = math.nan # Relative difference of predictions from those in fp32
-    is_emulated: bool = False # Whether this device emulates the precision of `call`, usually more slowly than fp32
+    is_emulated: bool = False # Whether this device emulates the precision of `call`
 
     def __str__(self):
         name, following = self.precision, f': `{self.call}`'
@@ -45,28 +45,25 @@ class Verdict:
 class PrecisionReport(Shown):
     """The result of `Learner.precision_report`.
 
-    `table` has one row per precision and module, in execution order. Only your own `fp32_modules`, and modules that
-    raise an error in 16 bits, were in fp32.
+    In `table`, only your own `fp32_modules`, and modules that raise an error in 16 bits, were in fp32.
 
     | column of `table` | meaning |
     |---|---|
     | `precision`, `module`, `type`, `flagged` | '(model)' is the model's own `forward` |
     | `format` | the precision, or 'fp32' if no result is 16-bit |
-    | `largest` | largest absolute value that the module computes, in fp32 |
+    | `largest` | largest absolute value in fp32, without likely attention masks |
     | `headroom` | largest number of the precision, divided by the largest 16-bit result or input |
-    | `error` | relative error of the module's own arithmetic, on the inputs it got |
-    | `grad` | largest absolute gradient of its outputs and parameters, in fp32 without loss scaling |
-    | `underflow` | share of these gradients that are 0 in the precision, with the loss scale, but not in fp32 |
-
-    `largest` ignores likely attention masks: outlying large negative values, and tensors of one or two distinct values.
+    | `error` | relative error of the module's own arithmetic |
+    | `grad` | largest absolute gradient of its outputs and parameters, in fp32, unscaled |
+    | `underflow` | share of these gradients that become 0 in the precision, despite the loss scale |
     """
-    table: pd.DataFrame # One row per precision and module
+    table: pd.DataFrame # One row per precision and module, in execution order
     verdicts: dict[str, Verdict] # By precision
-    notes: list[str] # What was looked at, what was left out, and causes besides modules
+    notes: list[str] # What was looked at and left out, and causes besides modules
 
     @property
     def fp32_modules(self) -> list[str]:
-        "All modules that the verdicts keep in fp32, for `learn.to_amp(fp32_modules=...)`."
+        "All modules that the verdicts keep in fp32."
         return [*dict.fromkeys(m for v in self.verdicts.values() for m in v.modules)]
 
     def plot(self): # The matplotlib axes

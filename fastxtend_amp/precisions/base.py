@@ -33,7 +33,7 @@ _CACHE = None if ismin_torch('2.13') else False                  # None: as the 
 # -- names
 
 class AMPMode(str, Enum):
-    """Names of this package's precisions below fp32, with the values of fastai's own `AMPMode` for 'fp16' and 'bf16'.
+    """Names of precisions; 'fp16' and 'bf16' as in fastai's own `AMPMode`.
 
     Accepted wherever a precision is named, as are the names of your own precisions.
     """

@@ -52,7 +52,7 @@ class BF16(Precision):
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
-        skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
+        skip_nonfinite: bool = False, # Skip steps with non-finite gradients, as fp16 does
     ):
         super().__init__(fp32_modules)
         check_bool(skip_nonfinite=skip_nonfinite)

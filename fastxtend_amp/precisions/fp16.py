@@ -61,11 +61,11 @@ class FP16(Precision):
         mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=lambda device: xla_support('CUDA', 'ROCM'))
 
     def __init__(self,
-        init_scale: float = 65536.0, # Loss scale to start from
-        growth_factor: float = 2.0, # Multiplies the scale after `growth_interval` steps without a skip
+        init_scale: float = 65536.0, # First loss scale
+        growth_factor: float = 2.0, # Multiplies the scale where it grows
         backoff_factor: float = 0.5, # Multiplies the scale after a skipped step
-        growth_interval: int = 2000, # Consecutive steps without a skip after which the scale grows
-        enabled: bool = True, # Scale the loss; False trains without loss scaling
+        growth_interval: int = 2000, # Steps without a skip after which the scale grows
+        enabled: bool = True, # False trains without loss scaling
         *,
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling
         scaler: GradScaler | None = None, # Your own `torch.amp.GradScaler`, instead of the arguments above

@@ -49,11 +49,12 @@ class Fp8Forward(Forward):
 
 
 class FP8(BF16):
-    """Train with bf16 autocast and linear layers in FP8, by torchao; native on NVIDIA GPUs of capability 8.9 or newer.
+    """Train with bf16 autocast and linear layers in FP8, by torchao.
 
-    A layer computes in FP8 if both sides of its weight are divisible by 16. Weights, optimizer and files are those of
-    the plain model, and load without torchao. Expect a speed-up only with large layers and `torch.compile`:
-    `learn.compare_precision(['bf16', 'fp8'])` measures it, and `min_size` leaves small layers in bf16.
+    FP8 is native on NVIDIA GPUs of capability 8.9 or newer. A layer computes in FP8 if both sides of its weight are
+    divisible by 16. Weights, optimizer and files are those of the plain model, and load without torchao. Expect a
+    speed-up only with large layers and `torch.compile`: `learn.compare_precision(['bf16', 'fp8'])` measures it, and
+    `min_size` leaves small layers in bf16.
 
     Raises `ImportError` without torchao 0.18, and `ValueError` for a model without such layers.
 
@@ -67,7 +68,7 @@ class FP8(BF16):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
         modules: Any = None, # Modules whose linear layers run in FP8, selected like `fp32_modules`; None: all
         min_size: int = 0, # Layers with an input or output dimension below this stay in bf16
-        skip_nonfinite: bool = False, # Skip steps whose gradients are not finite, as fp16 does
+        skip_nonfinite: bool = False, # Skip steps with non-finite gradients, as fp16 does
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         check_integer(0, min_size=min_size)

@@ -58,7 +58,7 @@ def match_modules(
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Return whether a module is a depthwise convolution, with one group for each input channel.
+    """Return whether a module is a depthwise convolution, with one group per input channel.
 
     A predicate for `fp32_modules`: on CPUs with native bf16 these are faster in fp32. `learn.to_amp(measure=True)`
     measures it.

@@ -12,9 +12,9 @@ class _Table(pd.DataFrame):
 
 
 def precision_support(
-    device: str | torch.device | None = None, # The device to ask about; all devices of this machine if None
+    device: str | torch.device | None = None, # All devices of this machine if None
 ) -> pd.DataFrame: # One row per device and precision; columns device, precision, support, why
-    """Return which precisions run natively, emulated, or not at all.
+    """Return which precisions each device runs natively, emulated, or not at all.
 
     `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
     Raises `torch.device`'s own error for a name that PyTorch does not know.

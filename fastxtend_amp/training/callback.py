@@ -61,7 +61,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision, or its name
-        *args: Any, # Arguments of the precision, as in `to_fp16` and the others
+        *args: Any, # Its arguments, as in `to_fp16` and the others
         on_overflow: str = 'warn', # At NaN or inf: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
@@ -126,7 +126,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return [*self.precision.kept_in_fp32(self.learn.model)]
     @property
     def scale(self) -> float | None:
-        """The current loss scale; None without loss scaling. Reading it may synchronize with the GPU.
+        """The current loss scale; None without loss scaling. Reading it may synchronize.
 
         It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
         """
@@ -134,15 +134,15 @@ class MixedPrecision(fp16.MixedPrecision):
         return self.state_dict().get('scale', 1. if only_skips else None)
     @property
     def scales(self) -> list[float]:
-        "The loss scale at each attempted optimizer step so far, except in `lr_find`."
+        "The loss scale at each attempted step, except in `lr_find`."
         return [*map(abs, self.history.read())]
     @property
     def skips(self) -> list[bool]:
-        "For each entry of `scales`, True if that step was skipped."
+        "For each of `scales`, True if the step was skipped."
         return [*self.history.skips()]
     @property
     def skipped(self) -> bool:
-        "True if the latest step was skipped; callbacks know it from `before_step` (order > 10) on. May synchronize."
+        "True if the latest step was skipped; known from `before_step` (order > 10) on. May synchronize."
         return bool((scaling := self._scaling) and scaling.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
@@ -152,7 +152,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def load_state_dict(self,
         state: dict[str, Any] | None, # What `state_dict` returned; None to start from the arguments again
     ) -> None:
-        "Restore the precision's state, outside of a batch. Ignored with a fixed loss scale."
+        "Restore a `state_dict()`, outside of a batch. Ignored with a fixed loss scale."
         if self.in_batch: raise RuntimeError('The loss scale cannot be loaded in the middle of a batch.')
         self.close()                                             # a fit that goes on opens again
         self.precision.load_state_dict(state)
@@ -160,7 +160,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def scale_loss(self,
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
-        "Return `loss` times the loss scale in a training batch with loss scaling, otherwise `loss` itself."
+        "Return `loss` times the loss scale, in a training batch with loss scaling; otherwise `loss` itself."
         if scaling := self._scaling:
             scaling.compares_gradients = False                   # its backward pass adds to scaled ones
             loss = scaling.scale_loss(loss)

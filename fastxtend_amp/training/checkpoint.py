@@ -113,7 +113,7 @@ def load_learner(
     cpu: bool = True, # False puts it on the default device
     pickle_module: Any = pickle, # Reads the file
 ) -> Learner:
-    "Call fastai's `load_learner`. For a file of `learn.save`, its error says what to call."
+    "Call fastai's `load_learner`. For a file of `learn.save`, its error names the call."
     try: return learner.load_learner(fname, cpu, pickle_module)
     except AttributeError as e:
         if e.name == 'dls' and isinstance(e.obj, dict):

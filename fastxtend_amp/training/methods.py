@@ -63,18 +63,17 @@ followers.append(_add_method)
 @delegates(Learner.to_fp16)
 @delegates(Learner.to_bf16, keep=True)
 def to_amp(self: Learner, *,
-    measure: bool = False, # Time precisions on real batches, and pick the fastest; only `max_seconds` can be added
-    max_seconds: float | None = None, # Time limit of measuring, approximate for slow models; 60 if None
+    measure: bool = False, # Apply what `compare_precision` recommends, fp32 and channels last included
+    max_seconds: float | None = None, # Approximate time limit of measuring; 60 if None
     **kwargs
 ) -> Learner: # The learner
     """Train in the precision that the model's device runs natively: bf16, otherwise fp16, otherwise fp32.
 
     The choice depends only on the device; small models may still be faster in fp32.
 
-    With `measure=True`, it runs `compare_precision` on copies of the learner, and applies what that recommends: a
-    precision, fp32 included, and for models with 2-d convolutions the memory format. `learn.precision_decision` holds
-    the details. Arguments of an earlier call, such as `learn.to_fp16(fp32_modules=...)`, are kept. Distributed runs
-    raise `RuntimeError`.
+    `measure=True` accepts only `max_seconds`, and keeps the arguments of an earlier call, such as
+    `learn.to_fp16(fp32_modules=...)`. `learn.precision_decision` holds the details. Distributed runs raise
+    `RuntimeError`.
     """
     check_bool(measure=measure)
     if measure:
@@ -103,7 +102,7 @@ def to_amp(self: Learner, *,
 def to_fp32(self: Learner) -> Learner: # The learner
     """Train in plain float32: removes every precision callback, fastai's own included.
 
-    Between batches it also converts 16-bit weights to fp32, frozen ones included.
+    Between batches it also converts 16-bit weights, frozen ones included.
     """
     set_precision(self, None)
     if precision_callback(self) is None:                         # it is there until the batch ends
@@ -118,9 +117,9 @@ def to_fp32(self: Learner) -> Learner: # The learner
 def precision_as(self: Learner,
     precision: str | torch.dtype | Precision | MixedPrecision, # 'fp32', 'bf16' ..., or a callback
 ) -> Iterator[Learner]: # The learner; to enter with `with`
-    """Temporarily use another precision, between two batches: `with learn.precision_as('fp32'): learn.validate()`.
+    """Context manager: use another precision between two batches, then restore the learner's own with its loss scale.
 
-    The learner's own precision, with its loss scale and history, is restored on exit.
+    For example, `with learn.precision_as('fp32'): learn.validate()`. The history of steps is restored as well.
     """
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     own, loaded = precision_callback(self), {**loaded_states(self)}
@@ -136,7 +135,7 @@ def precision_as(self: Learner,
 def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new one for each use
     """Context manager: autocast as in `fit`, for calling the model yourself. No effect in fp32.
 
-    It works inside and outside of `fit`. Call `backward()` inside it if the model uses activation checkpointing.
+    With activation checkpointing, call `backward()` inside it.
     """
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()

@@ -19,7 +19,10 @@ class PrecisionMetric(Metric):
 
 
 class LossScaleMetric(PrecisionMetric):
-    "The loss scale at the end of the epoch, as a metric; 0 without loss scaling, 1 if steps are only skipped."
+    """The loss scale at the end of the epoch, as a metric; 0 without loss scaling.
+
+    It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
+    """
     @property
     def value(self) -> float:
         scale = (self.cb.scale if self.cb else None) or 0
@@ -27,7 +30,7 @@ class LossScaleMetric(PrecisionMetric):
 
 
 class SkippedStepsMetric(PrecisionMetric):
-    "The number of the epoch's steps that were skipped because a gradient was not finite, as a metric."
+    "The number of skipped steps in the epoch, as a metric."
     @property
     def value(self) -> int:
         history = self.cb.history if self.cb else StepHistory()
@@ -38,7 +41,10 @@ class SkippedStepsMetric(PrecisionMetric):
 def plot_scales(self: MixedPrecision,
     ax = None, # The matplotlib axes to draw on; new ones if None
 ): # The matplotlib axes
-    "Plot the loss scale by optimizer step, with skipped steps marked. Raises `ValueError` if there was none."
+    """Plot the loss scale by step, with skipped steps marked.
+
+    Raises `ValueError` if no step was made with a loss scale.
+    """
     if not self.scales:
         raise ValueError('plot_scales has nothing to plot: no optimizer step was made with a loss scale.\n'
                          'Train in fp16 first; bf16 and fp32 need no loss scaling.')

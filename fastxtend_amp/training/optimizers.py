@@ -16,10 +16,10 @@ FUSED: dict[Any, Any] = {cls.__name__: cls for cls in _CLASSES}
 
 
 def fused(
-    optimizer: str | type[torch.optim.Optimizer], # 'Adam', 'AdamW' or 'SGD', or torch's class of that name
-    **hypers: Any # Its arguments by torch's names, such as `betas`, `eps`, `momentum`, `weight_decay`
+    optimizer: str | type[torch.optim.Optimizer], # 'Adam', 'AdamW' or 'SGD', or torch's class
+    **hypers: Any # Its arguments by torch's names, such as `betas`
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`; can be pickled
-    """Return torch's fused `optimizer` for fastai: `Learner(..., opt_func=fused('AdamW'))`.
+    """Return torch's fused `optimizer` for fastai.
 
     One kernel updates all parameters, where fastai's own optimizers launch several for each. In fp16 it also skips
     steps on the device, without a GPU synchronization. fastai's schedules find the hyper-parameters by their names:
@@ -45,7 +45,7 @@ def fused(
 
 
 def kahan(
-    opt: str | type[torch.optim.Optimizer] = 'AdamW', # The name of one of optimi's optimizers, or its class
+    opt: str | type[torch.optim.Optimizer] = 'AdamW', # A class of optimi, or its name
     **kwargs # Its arguments
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
     """Return an optimizer with Kahan summation that fastai can schedule, for `to_half_weights(master_weights=False)`.
