@@ -3,7 +3,7 @@
 EXAMPLES = {
     'to_amp': '''
 learn.to_amp()                              # prints its choice
-learn.to_amp(measure=True, max_seconds=1)   # by default a minute
+learn.to_amp(measure=True, max_seconds=1)
 ''',
     'to_bf16': '''
 learn.to_bf16(fp32_modules=nn.BatchNorm1d)
@@ -69,7 +69,7 @@ print(verdict.verdict)  # safe so far
     'PrecisionComparison': '''
 found = learn.compare_precision('bf16', n_steps=5, max_seconds=1)
 found.plot()
-found.table[['ms per step', 'speed-up', 'loss']]
+found.table['speed-up']
 ''',
     'MixedPrecision': '''
 learn = Learner(dls, model, nn.MSELoss(), cbs=MixedPrecision('fp16', init_scale=1024))

@@ -139,7 +139,7 @@ def signature_line(name, obj):
         else: names.append('**' * (p.kind is p.VAR_KEYWORD) + n + ':' * bool(kind) + kind
                            + '=' * bool(default) + default)
     kind = type_text(inspect.signature(obj).return_annotation)
-    returned = f' -> {kind}' if inspect.isfunction(obj) and kind not in ('', 'Learner') else ''
+    returned = f' -> {kind}' if kind.isidentifier() and kind != 'Learner' else ''
     call = f'`{name}({", ".join(names)}){returned}`'             # a browser breaks it where the window ends
     return fill(call, 120, break_long_words=False, break_on_hyphens=False)
 

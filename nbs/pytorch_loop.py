@@ -17,7 +17,7 @@ class Trainer:
         self.buffers = [b for b in model.buffers() if b.is_floating_point()]
 
     def forward(self, x, y):
-        # before_batch to after_loss
+        # before_batch to after_loss; before PyTorch 2.13, pass cache_enabled=False as well
         with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
             pred = self.model(x).float()
             return self.loss_func(pred, y)

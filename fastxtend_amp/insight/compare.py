@@ -37,11 +37,11 @@ class PrecisionComparison(Shown):
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
     | `loss`, `loss difference` | mean of the last fifth of the steps, and its difference from fp32 |
     | `peak MB` | the most that a step allocates on an accelerator |
-    | `weights moved` | distance from the first to the last weights, per step, relative to fp32 |
+    | `weights moved` | how far the weights moved per step, relative to fp32 |
     """
     table: pd.DataFrame # One row per precision, memory format and choice of layers in fp32
-    losses: dict[str, list[float]] # The loss of each step, by row; `seed_losses` are of fp32 with other seeds
-    seed_losses: list[list[float]]
+    losses: dict[str, list[float]] # The loss of each step, by row
+    seed_losses: list[list[float]] # The same, of fp32 with other seeds
     recommended: str # The row to use
     reason: str # Why, and how certain that is
     notes: list[str] # How the comparison was made, and what limits it
@@ -56,7 +56,7 @@ class PrecisionComparison(Shown):
         learn: Learner, # The learner that was compared, or one like it
         precision: str | None = None, # A row of the table; the recommended one if None
     ) -> Learner: # The learner
-        "Switch the learner to the recommended row, and keep its arguments, such as `fp32_modules`."
+        "Switch the learner to the recommended row, and keep its `fp32_modules`."
         row = precision or self.recommended
         check_argument('precision', row, self.rows.__contains__, f'one of {[*self.rows]}')
         self.rows[row].apply(learn)

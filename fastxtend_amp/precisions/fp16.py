@@ -68,7 +68,7 @@ class FP16(Precision):
         enabled: bool = True, # False trains without loss scaling
         *,
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling
-        scaler: GradScaler | None = None, # Your own `torch.amp.GradScaler`, instead of the arguments above
+        scaler: GradScaler | None = None, # Your own `torch.amp.GradScaler`
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)

@@ -43,7 +43,7 @@ class HalfWeights(Precision):
         amp_mode: str | AMPMode | torch.dtype = 'bf16', # Precision of the weights: 'bf16' or 'fp16'
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling (fp16)
         flat_master: bool = False, # Join the master weights into a few large tensors
-        master_weights: bool = True, # Keep fp32 master weights; False lets the optimizer step on bf16 weights
+        master_weights: bool = True, # Keep fp32 master weights; False trains bf16 weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         super().__init__(fp32_modules)

@@ -61,7 +61,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype | Precision = AMPMode.FP16, # A precision, or its name
-        *args: Any, # Its arguments, as in `to_fp16` and the others
+        *args: Any, # Its arguments, as in `to_fp16`
         on_overflow: str = 'warn', # At NaN or inf: 'warn', 'fix', 'raise' (`FloatingPointError`) or 'ignore'
         max_skips: int = 16, # Consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
