@@ -44,56 +44,41 @@ def registered(key: str) -> set[str]: # {'aten::linear', 'aten::softmax.int', 't
     return {*torch._C._dispatch_get_registrations_for_dispatch_key(key)}
 
 
+_lock, _users = threading.RLock(), list[ExitStack]()             # the first user's stack holds the kernels
+
+
 @contextmanager
-def _registered_kernels() -> Iterator[None]:
-    "Replace the CPU's autocast kernels by ones that cast as CUDA's do."
-    cuda, cpu, has_fastpath = registered('AutocastCUDA') | RNNS, registered('AutocastCPU'), mha.get_fastpath_enabled()
-    with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter('ignore')                          # PyTorch's, that kernels are replaced
-        # In evaluation a transformer's layer is one operator, unless CUDA's autocast is on.
-        stack.callback(mha.set_fastpath_enabled, has_fastpath)
-        mha.set_fastpath_enabled(False)
-        of_others = {name for name in cuda | cpu if not name.startswith('aten::')}
-        libraries = {namespace: stack.enter_context(torch.library._scoped_library(namespace, 'IMPL'))
-                     for namespace in {name.partition('::')[0] for name in cuda}}
-        for name in (cuda | cpu) - (of_others & cpu):            # torchvision registers some for both devices
-            kernel = _kernel(name) if name in cuda else torch.library.fallthrough_kernel
-            libraries[name.partition('::')[0]].impl(name.partition('::')[2], kernel, 'AutocastCPU')
-        libraries['aten'].impl('_fft_r2c', _cufft, 'AutocastCPU')
-        opened = stack.pop_all()
-    with opened: yield
-
-
-class Shared:
-    "A context of the whole process: the first of its users, in any thread, enters it, and the last one leaves it."
-    def __init__(self, make: Callable[[], Any]): # Returns a new context
-        self.make, self.lock, self.n_users = make, threading.RLock(), 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.n_users:
-                self.context = self.make()
-                self.context.__enter__()
-            self.n_users += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.n_users -= 1
-            if not self.n_users: self.context.__exit__(None, None, None)
-
-
-_rules = Shared(_registered_kernels)
-
-
-def cuda_rules() -> Shared: # A context
-    """Return a context in which autocast on a CPU chooses dtypes as it does on CUDA.
+def cuda_rules() -> Iterator[None]:
+    """Context manager in which autocast on a CPU chooses dtypes as it does on CUDA.
 
     Kernels belong to the process: autocast in other threads follows CUDA's rules as well, until the last thread that
     entered has left. Entering takes about 30 ms the first time, then 3 ms.
 
     Relies on `torch.library._scoped_library` and `torch._C._ExcludeDispatchKeyGuard` (seen in 2.9 to 2.15).
     """
-    return _rules
+    with _lock: _users.append(ExitStack() if _users else _registered_kernels())
+    try: yield
+    finally:
+        with _lock: _users.pop().close()                         # the last one to leave closes the first stack
+
+
+def _registered_kernels() -> ExitStack:
+    "Replace the CPU's autocast kernels by ones that cast as CUDA's do, until the returned stack is closed."
+    cuda, cpu, has_fastpath = registered('AutocastCUDA') | RNNS, registered('AutocastCPU'), mha.get_fastpath_enabled()
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter('ignore')                          # PyTorch's, that kernels are replaced
+        # In evaluation a transformer's layer is one operator, unless CUDA's autocast is on.
+        stack.callback(mha.set_fastpath_enabled, has_fastpath)
+        mha.set_fastpath_enabled(False)
+        libraries = {namespace: stack.enter_context(torch.library._scoped_library(namespace, 'IMPL'))
+                     for namespace in {name.partition('::')[0] for name in cuda}}
+        for full_name in cuda | cpu:
+            namespace, _, name = full_name.partition('::')
+            if namespace != 'aten' and full_name in cpu: continue    # torchvision registers some for both devices
+            kernel = _kernel(full_name) if full_name in cuda else torch.library.fallthrough_kernel
+            libraries[namespace].impl(name, kernel, 'AutocastCPU')
+        libraries['aten'].impl('_fft_r2c', _cufft, 'AutocastCPU')
+        return stack.pop_all()
 
 
 def _kernel(full_name: str) -> Callable[..., Any]:
@@ -107,17 +92,21 @@ def _kernel(full_name: str) -> Callable[..., Any]:
             raise RuntimeError(f"CUDA's autocast does not allow {name} (nn.BCELoss): use "
                                'binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss)')
         is_low, low = name in LOW or full_name in RNNS, torch.get_autocast_dtype('cpu')
+        given = [x.dtype for x in tree_leaves((args, kwargs)) if _may_cast(x)]
         if name in WIDEST:
-            dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _may_cast(x)}
-            is_low = torch.float32 not in dtypes
-            if is_low and dtypes - {low}:                        # PyTorch's own words
+            is_low = torch.float32 not in given
+            if is_low and {*given} - {low}:                      # PyTorch's own words
                 raise RuntimeError('Unexpected floating ScalarType in at::autocast::prioritize')
-        was, dtype = next((x.dtype for x in args if _may_cast(x)), None), low if is_low else torch.float32
-        args, kwargs = tree_map(lambda x: x.to(dtype) if _may_cast(x) else x, (args, kwargs))
+        args, kwargs = _cast((args, kwargs), low if is_low else torch.float32)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU): out = op(*args, **kwargs)
-        if namespace == 'aten': return out
-        return tree_map(lambda x: x.to(was) if _may_cast(x) else x, out)         # torchvision's kernels cast back
+        if namespace == 'aten' or not given: return out
+        return _cast(out, given[0])                              # torchvision's kernels cast back
     return kernel
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any: # Nested
+    "Return `x` with this dtype where autocast may cast."
+    return tree_map(lambda t: t.to(dtype) if _may_cast(t) else t, x)
 
 
 def _cufft(x: torch.Tensor, dim: list[int], *args: Any) -> torch.Tensor:
