@@ -8,7 +8,7 @@ give each its own data and all of them the same parameters.
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html.
 """
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from fastai.text.learner import TextLearner
 from torch import nn
 
 from ..learners import inner_optimizer, model_device, optimizer_params, training_device
-from ..tensors import map_tensors
 from ..training.checkpoint import wrap_method
 from .files import convert_files
 
@@ -61,18 +60,17 @@ def move(
     `model.to` would create new parameters, while the optimizer keeps the old ones. Raises `RuntimeError` if PyTorch
     cannot move the parameters in place because something else refers to them.
     """
-    modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-    if any(t.device != device for t in tensors):
+    both = nn.ModuleList(m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module))
+    if any(t.device != device for t in (*both.parameters(), *both.buffers())):
         learn.pred = learn.loss = learn.loss_grad = None         # after Ctrl-C their graph refers to parameters,
-        for m in (m for root in modules for m in root.modules()):   # and so does that of weights by weight norm
+        for m in both.modules():                                 # and so does that of weights by weight norm
             for name, t in [*vars(m).items()]:
                 if torch.is_tensor(t) and not t.is_leaf: vars(m)[name] = t.detach()
         future = torch.__future__                                # `Module.to` puts new parameters into a module without
         swaps = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)
         try:
-            for m in modules: m.to(device)
+            both.to(device)
         except RuntimeError as e:
             raise RuntimeError(
                 f"The parameters cannot be moved to '{device}' in place: {e} ({e.__cause__}).\n"
@@ -85,12 +83,10 @@ def move(
 
 
 def _place_state(opt: Any) -> None:
-    "Move the optimizer's state to the device of its parameters."
-    opt = inner_optimizer(opt)
-    if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(opt.state_dict())   # places it itself
-    for p, state in opt.state.items():                           # fastai also keeps an entry for `nn.LSTM.bias`, a bool
-        if not torch.is_tensor(p): continue
-        opt.state[p] = map_tensors(partial(torch.Tensor.to, device=p.device), state)
+    "Move the optimizer's state to the device of its parameters. Step counts of torch's optimizers stay on the CPU."
+    for p, state in inner_optimizer(opt).state.items():          # fastai also keeps an entry for `nn.LSTM.bias`, a bool
+        for name, x in state.items():
+            if torch.is_tensor(x) and (x.dim() or not p.dim()): state[name] = x.to(p.device)
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:

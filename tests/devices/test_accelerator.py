@@ -174,6 +174,13 @@ def test_files_and_copies(mode, opt, tmp_path, device):
 # -- synchronizations: the numbers in the documentation come from here
 
 
+def waits_of_second_epoch(learn):
+    counts = []
+    with waits() as found:
+        learn.fit(2, 0.01, cbs=At('after_epoch', lambda l: counts.append(len(found)), 100))
+    return counts[1] - counts[0]
+
+
 @pytest.mark.parametrize(
     'mode, options, opt, a_step, an_epoch',
     [
@@ -194,13 +201,10 @@ def test_synchronizations_beyond_fp32(mode, options, opt, a_step, an_epoch, sim)
     data.tensors[0][12, 2] = float('inf')
 
     def trained(mode, **options):
-        learn, counts = build('fp32', opt, dls=loaders(train=data, device=CPU)), []
+        learn = build('fp32', opt, dls=loaders(train=data, device=CPU))
         getattr(learn, f'to_{mode}')(**options)
         learn.fit(1, 0.01)
-        with waits() as found:
-            learn.add_cb(At('after_epoch', lambda l: counts.append(len(found)), 100))
-            learn.fit(2, 0.01)
-        return learn, counts[1] - counts[0]
+        return learn, waits_of_second_epoch(learn)
 
     (learn, found), (_, fp32) = trained(mode, **options), trained('fp32')
     assert found - fp32 == 6 * a_step + an_epoch + a_step * bool(options)  # and the scale after a skipped step
@@ -210,15 +214,9 @@ def test_synchronizations_beyond_fp32(mode, options, opt, a_step, an_epoch, sim)
 
 
 def test_a_skip_that_ends_an_epoch_costs_the_next_one_nothing(sim):
-    def n_waits_of_second_epoch(*skipped):
-        learn, counts = build('fp16', 'fused adamw', cbs=spoil_at(*skipped)), []
-        with waits() as found:
-            learn.add_cb(At('after_epoch', lambda l: counts.append(len(found)), 100))
-            learn.fit(2, 0.01)
-        assert [i for i, skip in enumerate(learn.mixed_precision.skips) if skip] == [*skipped]
-        return counts[1] - counts[0]
-
-    assert n_waits_of_second_epoch(5) == n_waits_of_second_epoch()
+    skips, plain = (build('fp16', 'fused adamw', cbs=spoil_at(*at)) for at in ([5], []))
+    assert waits_of_second_epoch(skips) == waits_of_second_epoch(plain)
+    assert skips.mixed_precision.skips == [i == 5 for i in range(12)]
 
 
 # -- devices that lack something, and models on two
@@ -240,37 +238,26 @@ def test_a_device_that_lacks_a_dtype(has, device, sim, monkeypatch, capsys):
     assert seen[0] is dtype and not torch.is_autocast_enabled(device.type)
 
 
-def test_the_simulated_device_mixes_with_no_other(device, sim):
-    with pytest.raises(RuntimeError, match='Expected all tensors to be on the same device'):
-        torch.ones(2, device=device) + torch.ones(2)
-
-
 class OnTwo(nn.Module):
-    "Its first layer is on the accelerator, the second on the CPU; `to` leaves them there."
+    "Each of its layers is on one of these devices; `to` leaves them there."
 
-    def __init__(self):
+    def __init__(self, *devices):
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(6, 8).to(helpers.DEVICE), nn.Linear(8, 1)
+        self.devices, self.layers = devices, nn.ModuleList([nn.Linear(6, 1).to(d) for d in devices])
 
     def to(self, *args, **kwargs):
         return self
 
     def forward(self, x):
-        return self.second(self.first(x).relu().float().cpu()).to(x.device)
+        return sum(layer(x.to(d)).float().to(x.device) for layer, d in zip(self.layers, self.devices))
 
 
-@pytest.mark.parametrize('spoilt', [0, 2])
+@pytest.mark.parametrize('first', [0, 1])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_a_model_on_two_devices_skips_the_whole_step(opt, spoilt, sim):
-    weights = []
-
-    def spoil(l):
-        if l.train_iter == 3:
-            [*l.model.parameters()][spoilt].grad.view(-1)[0] = float('inf')
-
-    look = At('after_batch', lambda l: l.training and weights.append([p.cpu() for p in params(l)]), 20)
-    learn = build('fp16', opt, model=OnTwo(), cbs=[At('after_backward', spoil, 5), look])
+def test_a_model_on_two_devices_skips_the_whole_step(opt, first, device, sim):
+    weights, devices = [], [(device, CPU), (CPU, device)][first]  # a gradient on the first one is spoilt
+    look = At('after_batch', lambda l: l.training and weights.append(params(l)), 20)
+    learn = build('fp16', opt, model=OnTwo(*devices), cbs=[spoil_at(3), look])
     learn.fit(1, 0.01)
     assert learn.mixed_precision.skips == [i == 3 for i in range(6)]
     assert [same(a, b) for a, b in zip(weights, weights[1:])] == learn.mixed_precision.skips[1:]
