@@ -3,11 +3,10 @@ import re
 from typing import Any, ClassVar
 
 import torch
-from torch.amp import GradScaler
 
 from ..devices import facts
 from ..messages import check_bool
-from .base import Precision, Support, cpu_support, static_scaler, xla_support
+from .base import Precision, Support, cpu_support, xla_support
 
 
 def _cuda(device: torch.device) -> Support:
@@ -48,8 +47,6 @@ class BF16(Precision):
         cpu=lambda device: cpu_support('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
         xla=lambda device: xla_support('TPU', 'CUDA', 'ROCM'))
 
-    skip_nonfinite = False
-
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
         skip_nonfinite: bool = False, # Skip steps with non-finite gradients, as fp16 does
@@ -57,6 +54,3 @@ class BF16(Precision):
         super().__init__(fp32_modules)
         check_bool(skip_nonfinite=skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
-
-    def scaler(self, device: torch.device) -> GradScaler | None:
-        return static_scaler(device.type, 1.) if self.skip_nonfinite else None

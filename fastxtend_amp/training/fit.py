@@ -35,8 +35,8 @@ class Fit(ExitStack):
         precision.check(learn.model)
         self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`
         scaler = precision.scaler(device)
-        if scaler is None and precision.kind is not Precision and cb.on_overflow == 'fix':
-            scaler = static_scaler(device.type, 1.)
+        skips = precision.skip_nonfinite or (cb.on_overflow == 'fix' and precision.kind is not Precision)
+        if skips and scaler is None: scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, cb, device)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
