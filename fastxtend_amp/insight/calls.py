@@ -84,7 +84,7 @@ def like_own(
     """
     if cls is Precision: return Precision()
     own = own_precision(learn)
-    new = own if type(own) is cls else cls()
+    new = own if own.origin is cls else cls()
     for name, value in own.changed.items():
         if name not in new.arguments: continue
         if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
@@ -107,7 +107,7 @@ def advised(
 ) -> Call: # In the class of the learner's own precision, if that computes in `kind`
     "Return the call that trains in this precision, with what a report advises."
     own = own_precision(learn)
-    return Call.of(learn, like_own(learn, type(own) if own.kind is kind else kind, fp32_modules, init_scale))
+    return Call.of(learn, like_own(learn, own.origin if own.kind is kind else kind, fp32_modules, init_scale))
 
 
 # -- the calls that are compared

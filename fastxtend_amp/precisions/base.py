@@ -7,7 +7,7 @@ rows of `precision_support`, and the precision's place in reports, comparisons, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -74,7 +74,7 @@ class Support(NamedTuple):
 class Precision:
     """Plain fp32, and the base class of every other precision.
 
-    Two precisions are equal if class and arguments are, and `repr` is the call that selects it:
+    Two precisions are equal if they are made by equal calls, and `repr` is the call that selects it:
     `learn.to_bf16(fp32_modules=['head'])`. A callback uses a copy of the precision that it is given.
     """
     name: ClassVar[str] = 'fp32' # In calls, tables and files
@@ -85,10 +85,12 @@ class Precision:
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
-    arguments: dict[str, Any] # Of the constructor, by name, defaults included
+    origin: type[Precision] # The class that was called: `HalfWeights` makes objects of other classes
+    arguments: dict[str, Any] # Of its constructor, by name, defaults included
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
     scales_loss: ClassVar[bool] = False # Whether gradients underflow without loss scaling
+    skip_nonfinite = False # Without loss scaling: whether to skip steps whose gradients are not finite
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
@@ -103,9 +105,9 @@ class Precision:
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         for name in kwargs.keys() & PRECISIONS: raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         self, defaults = super().__new__(cls), defaults_of(cls)
-        given = {**dict(zip(defaults, args)), **kwargs}
-        arguments = {**defaults, **{name: unshared(value) for name, value in given.items()}}
-        vars(self)['arguments'] = arguments                      # a frozen dataclass as well
+        given = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        arguments = {name: unshared(value) for name, value in given.items()}
+        vars(self).update(origin=cls, name=cls.name, arguments=arguments)      # a frozen dataclass as well
         return self
 
     def __init__(self,
@@ -117,16 +119,16 @@ class Precision:
     @property
     def changed(self) -> dict[str, Any]:
         "The arguments that differ from their defaults, by name."
-        defaults = defaults_of(type(self))
+        defaults = defaults_of(self.origin)
         return {name: value for name, value in self.arguments.items() if value != defaults.get(name)}
 
     def like(self, **changes: Any) -> Precision:
         "Return a new precision with these arguments changed."
-        return type(self)(**{**self.arguments, **changes})
+        return self.origin(**{**self.arguments, **changes})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Precision) and type(self) is type(other) and self.arguments == other.arguments
-    def __hash__(self) -> int: return hash(type(self))
+        return isinstance(other, Precision) and self.origin is other.origin and self.arguments == other.arguments
+    def __hash__(self) -> int: return hash(self.origin)
 
     def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
 
@@ -233,7 +235,9 @@ def written(arguments: dict[str, Any]) -> str:
 def _as_code(value: Any, name: str) -> str:
     if isinstance(value, Enum): value = value.value
     if isinstance(value, (list, tuple, set, L)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
-    if isinstance(value, type): return 'nn.' * (getattr(nn, value.__name__, None) is value) + value.__name__
+    if isinstance(value, type):
+        is_torchs = getattr(nn, value.__name__, None) is value
+        return f'nn.{value.__name__}' if is_torchs else value.__name__
     code = value.__name__ if inspect.isfunction(value) else repr(value)
     return name if code.startswith('<') or isinstance(value, nn.Module) else code
 
@@ -260,10 +264,10 @@ def xla_support(
 
 def fastest_native(
     device: torch.device,
-    failed: Iterable[str] = (), # Names of precisions that do not work for a model
+    failed: Collection[str] = (), # Names of precisions that do not work for a model
 ) -> type[Precision]: # `Precision` itself for fp32
     "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16, then fp32."
-    left = (cls for name, cls in PRECISIONS.items() if cls.automatic and name not in [*failed])
+    left = (cls for name, cls in PRECISIONS.items() if cls.automatic and name not in failed)
     return next((cls for cls in left if cls.support(device).status == 'native'), Precision)
 
 
@@ -274,11 +278,13 @@ def automatic_precision(
     **arguments: Any, # Of precisions that it may select; those of the others have no effect, but are checked
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
     "Return the fastest precision that `device` runs natively, with these arguments."
-    classes: list[type[Precision]] = [Precision, *(cls for cls in PRECISIONS.values() if cls.automatic)]
-    accepted = {cls: arguments.keys() & parameters_of(cls) for cls in classes}
-    unknown = arguments.keys() - set().union(*accepted.values())
-    Precision(**{name: arguments[name] for name in unknown})     # raises `TypeError`
-    built = {cls: cls(**{name: arguments[name] for name in names}) for cls, names in accepted.items()}
+    built, unknown = {Precision: Precision()}, {*arguments}
+    for cls in PRECISIONS.values():
+        if not cls.automatic: continue
+        accepted = arguments.keys() & parameters_of(cls)
+        built[cls] = cls(**{name: arguments[name] for name in accepted})
+        unknown -= accepted
+    Precision(**dict.fromkeys(unknown))                          # raises `TypeError`
     return built[fastest_native(device)]
 
 

@@ -20,6 +20,7 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
 
 class BF16Weights(BF16):
     "bf16 autocast whose linear and convolutional layers have bf16 weights during a fit; see `HalfWeights`."
+    kind = BF16
     lowered: Any = None                                          # the weights, in a fit
 
     def prepare(self, learn: Learner) -> None: pass              # 16-bit weights stay what they are
@@ -44,9 +45,10 @@ def _check(model: nn.Module, opt: Any) -> None: # The learner's
         raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
                          "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
                          "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
-    inner = getattr(opt, 'opt', None)
-    has_summation = all(g.get('kahan_sum', False) is not False for g in getattr(inner, 'param_groups', [{}]))
-    if has_summation or getattr(inner, 'bf16_stochastic_round', False): return       # as optimi and torchao have it
+    inner = getattr(opt, 'opt', None)                            # of optimi or torchao
+    groups = getattr(inner, 'param_groups', [{}])
+    has_summation = all(group.get('kahan_sum', False) is not False for group in groups)
+    if has_summation or getattr(inner, 'bf16_stochastic_round', False): return
     raise ValueError(f"master_weights=False cannot be used with {optimizer_name(opt)}, which does not compensate for "
                      "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
@@ -69,9 +71,9 @@ def _weights_to_lower(
 class _Lowered:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    A weight is the sum of the parameter and its Kahan compensation in the optimizer's state. The optimizer creates the
-    compensation in its first step. What rounding took before that is kept here, so that training which ends before it
-    changes nothing; a file saved during the fit lacks it. A copy made during a fit is in fp32.
+    Exactly, a weight is the parameter and what rounding has taken from it. The optimizer's state has that as its Kahan
+    compensation, from the first step on. Before, it is kept here in `rest`, so that training which ends without a step
+    changes nothing; a file saved without one lacks it. A copy made during a fit is in fp32.
     """
     def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; what rounding took
         self.opt, self.rest = opt, rest
@@ -94,26 +96,20 @@ class _Lowered:
         self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
 
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
-        "Convert a parameter, its gradient and its state. What rounding takes is the compensation, or kept in `rest`."
+        "Convert a parameter, its gradient and its state, and keep what rounding takes."
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
-            if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
-        weight: Any = p.data.float()
-        lost: Any = 0.
+            is_values = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
+            if is_values: state[k] = v.to(dtype)
+        value: Any = p.data.float()
+        lost: Any = 0.                                           # what rounding has taken so far
         for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32
-            if part is None: continue
-            weight, rounded = _two_sum(weight, part.float())
-            lost += rounded
+            if part is not None: lost = lost + part.float()
         # A file's bf16 weights stay what they are, also where the compensation is half a unit in the last place.
-        data = (p.data if p.dtype is torch.float32 else weight).to(dtype)
-        rest = (weight - data) + lost
+        data = (value if p.dtype is torch.float32 else value + lost).to(dtype)
+        rest = (value - data) + lost                             # exact: Dekker's fast two-sum
         # In one statement, as an interrupt between two would lose one of them.
-        if 'kahan_comp' in state: p.data, state['kahan_comp'], self.rest[p] = data, rest.to(dtype), None
+        if 'kahan_comp' in state:
+            p.data, state['kahan_comp'], self.rest[p] = data, rest.to(dtype), None
         else: p.data, self.rest[p] = data, None if state else rest
         if p.grad is not None: p.grad = p.grad.to(dtype)
-
-
-def _two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    "Return the sum of `a` and a smaller `b`, and what rounding takes from it: Dekker's fast two-sum."
-    whole = a + b
-    return whole, b - (whole - a)

@@ -36,7 +36,8 @@ def _xpu(device: torch.device) -> Support:
 def _is_scale(x: Any) -> bool: return FP16_SMALLEST <= x <= _LARGEST
 def _is_scaler(x: Any) -> bool:
     return x is None or (isinstance(x, GradScaler) and x.is_enabled() and _is_scale(x.get_scale()))
-def _is_state(x: Any) -> bool: return 0 <= x.get('scale') <= _LARGEST and index(x.get('_growth_tracker')) >= 0
+def _is_state(x: Any) -> bool:
+    return 0 <= x.get('scale') <= _LARGEST and index(x.get('_growth_tracker')) >= 0
 
 
 class FP16(Precision):
@@ -109,14 +110,13 @@ class FP16(Precision):
         scale below 2**-24, the smallest number of fp16, is replaced by the first one; version 0.4 could save 0. Raises
         `ValueError` for a state that is not complete, and for a scale that is not finite or below 0.
         """
-        if state == {}: return
+        if state is None: state = self.first_state
+        if not state: return
+        check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
+        scale, tracker = state['scale'], min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)
         if self.is_fixed or not self.first_state:
-            scale = (state or self.first_state).get('scale', 1.)
             if scale != self.first_scale:
                 warn_user(f'The loaded loss scale of {scale:,.9g} is not used: `{self}` sets its own.')
             return
-        state = state or self.first_state
-        check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
-        scale, tracker = state['scale'], min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)
         if scale < FP16_SMALLEST: scale = self.first_scale
         self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})

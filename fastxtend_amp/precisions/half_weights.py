@@ -2,21 +2,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from fastai import optimizer as rules
+from fastai import optimizer
 from fastai.learner import Learner
-from fastai.optimizer import Optimizer
-from fastcore.foundation import L
 from torch import nn
 
 from ..learners import is_sharded, optimizer_name, optimizer_rules
 from ..messages import check_bool
-from .base import PRECISIONS, AMPMode, Precision, Support, find_precision, written
+from .base import AMPMode, Precision, find_precision, written
 from .bf16 import BF16
 from .bf16_weights import BF16Weights
 from .fp16 import FP16
@@ -46,48 +44,36 @@ class HalfWeights(Precision):
         master_weights: bool = True, # Keep fp32 master weights; False trains bf16 weights
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
-        super().__init__(fp32_modules)
         check_bool(flat_master=flat_master, master_weights=master_weights)
-        weights, kept = find_precision(amp_mode), dict(fp32_modules=fp32_modules)
-        if weights not in (BF16, FP16):
+        cls: Any = find_precision(amp_mode)
+        if cls not in (BF16, FP16):
             raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
-                             f'Without 16-bit weights call `learn.to_{weights.name}()`.')
-        is_bf16 = weights is BF16
-        if (is_bf16 and loss_scale is not None) or (not master_weights and (flat_master or not is_bf16)):
+                             f'Without 16-bit weights call `learn.to_{cls.name}()`.')
+        if (cls is BF16 and loss_scale is not None) or (not master_weights and (flat_master or cls is FP16)):
             raise ValueError(f"{written(self.changed)} cannot be used: loss_scale needs amp_mode='fp16', as bf16 "
                              "needs no loss scaling; flat_master and amp_mode='fp16' need master weights.")
-        self.of_weights: Precision = FP16(loss_scale=loss_scale, **kept)
-        if is_bf16: self.of_weights = BF16(**kept) if master_weights else BF16Weights(**kept)
-        # An object is the precision of its weights in all but the methods below, which are for flat master weights.
-        same = ['dtype', 'support', 'prepare', 'scaler', 'first_scale', 'state_key', 'state_dict', 'load_state_dict']
-        if not flat_master: same += ['check_training', 'around_training', 'step']
-        for attribute in same: setattr(self, attribute, getattr(self.of_weights, attribute))
-
-    @classmethod
-    def support(cls, device: torch.device) -> Support: return BF16.support(device)     # with the default arguments
-
-    @property
-    def kind(self) -> type[Precision]: return PRECISIONS[self.of_weights.name]
-
-    def check_training(self, learn: Learner) -> None: _check_flat(learn)
-
-    def step(self, learn: Learner, step: Callable[[], object]) -> None:
-        with flat_parameters(learn.opt): step()
+        scaling = {'loss_scale': loss_scale} if cls is FP16 else {}
+        if not master_weights: cls = BF16Weights
+        # The object becomes one of the class that it computes in. Its name and arguments stay.
+        self.__class__ = cls
+        cls.__init__(self, fp32_modules=fp32_modules, **scaling)
+        if flat_master: vars(self).update(check_training=_check_flat, step=_flat_step)
 
 
 # -- flat master weights
 
-_ELEMENTWISE = {rules.weight_decay, rules.l2_reg, rules.average_grad, rules.average_sqr_grad, rules.step_stat,
-                rules.sgd_step, rules.momentum_step, rules.rms_prop_step, rules.adam_step, rules.radam_step,
-                rules.qhadam_step}
+_ELEMENTWISE = {optimizer.weight_decay, optimizer.l2_reg, optimizer.average_grad, optimizer.average_sqr_grad,
+                optimizer.step_stat, optimizer.sgd_step, optimizer.momentum_step, optimizer.rms_prop_step,
+                optimizer.adam_step, optimizer.radam_step, optimizer.qhadam_step}
 
 
 def _check_flat(learn: Learner) -> None:
     "Raise a `ValueError` if its optimizer would step differently on flat parameters."
     opt, why = learn.opt, ''
-    is_plain = type(opt) is Optimizer and 'step' not in vars(opt) and {*optimizer_rules(opt)} <= _ELEMENTWISE
+    is_plain = type(opt) is optimizer.Optimizer and 'step' not in vars(opt)
     params = [*chain.from_iterable(opt.param_lists)]
-    if not is_plain: why = f'{optimizer_name(opt)}: it needs an element-wise optimizer of fastai with a plain step'
+    if not (is_plain and {*optimizer_rules(opt)} <= _ELEMENTWISE):
+        why = f'{optimizer_name(opt)}: it needs an element-wise optimizer of fastai with a plain step'
     elif len({*params}) < len(params): why = 'a parameter in two groups'
     elif is_sharded(learn.model): why = 'FSDP2'
     if why:
@@ -95,43 +81,44 @@ def _check_flat(learn: Learner) -> None:
                          "CPU or GPU build the learner with `opt_func=fused('AdamW')`.")
 
 
-@contextmanager
-def flat_parameters(opt: Optimizer) -> Iterator[None]:
-    """Give `opt` one flat parameter for all parameters of a group that have the same dtype, device and state.
+def _flat_step(learn: Learner, step: Callable[[], object]) -> None:
+    """Run a step with one flat parameter in place of those of a group that have the same dtype, device and state.
 
-    "The same state" means tensors of the same names, and the same numbers. At the end values are copied back.
+    "The same state" means tensors of the same names, and the same numbers. Afterwards values are copied back.
     """
-    lists, states = opt.param_lists, opt.state
-    alike: dict[tuple, list[nn.Parameter]] = defaultdict(list)
-    for group, params in enumerate(lists):
-        for p in (p for p in params if p.grad is not None):
-            numbers = {k: None if torch.is_tensor(v) else v for k, v in states[p].items()}
-            key = group, p.dtype, p.device, *sorted(numbers.items())
-            alike[key].append(p)
-    flat_lists, flat_states = L(L() for _ in lists), {}
-    for (group, *_), params in alike.items():
-        flat = nn.Parameter(_joined(p.data for p in params))
-        flat.grad = _joined(p.grad for p in params)
-        flat_states[flat] = {k: _joined(states[p][k] for p in params) if torch.is_tensor(v) else v
-                             for k, v in states[params[0]].items()}
-        flat_lists[group].append(flat)
+    alike: dict[tuple, list[Any]] = defaultdict(list)
+    for row in learn.opt.all_params(with_grad=True):             # a parameter, its group, state and hyper-parameters
+        p, _, state, hypers = row
+        numbers = {name: None if torch.is_tensor(x) else x for name, x in state.items()}
+        key = id(hypers), p.dtype, p.device, *sorted(numbers.items())
+        alike[key].append(row)
+    flat = [_joined(rows) for rows in alike.values()]
     try:
-        opt.param_lists, opt.state = flat_lists, flat_states
-        yield
+        with patch.multiple(learn.opt, all_params=lambda **kwargs: flat, state={}): step()
     finally:
-        opt.param_lists, opt.state = lists, states
-        for params, (flat, state) in zip(alike.values(), flat_states.items()):
-            torch._foreach_copy_([p.data for p in params], _parts(flat.data, params))
-            grads: Any = [p.grad for p in params]
-            torch._foreach_copy_(grads, _parts(flat.grad, params))
-            for k, v in state.items():
-                for p, part in zip(params, _parts(v, params) if torch.is_tensor(v) else [v] * len(params)):
-                    states[p][k] = part
+        for row, rows in zip(flat, alike.values()): _copy_back(row, rows)
 
 
-def _joined(tensors: Iterable[Any]) -> torch.Tensor: return torch.cat([t.flatten() for t in tensors])
+def _joined(rows: list[Any]) -> tuple:
+    "Return one row in place of those, with copies of their tensors joined."
+    def join(tensors: Any) -> Any: return torch.cat([t.flatten() for t in tensors])
+    params, (group, *_), states, (hypers, *_) = zip(*rows)
+    flat = nn.Parameter(join(p.data for p in params))
+    flat.grad = join(p.grad for p in params)
+    state = dict(states[0])
+    for name, x in state.items():
+        if torch.is_tensor(x): state[name] = join(s[name] for s in states)
+    return flat, group, state, hypers
 
 
-def _parts(flat: Any, params: list[nn.Parameter]) -> list[torch.Tensor]:
-    "Return the parts of `flat` in the shapes of `params`."
-    return [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in params]), params)]
+def _copy_back(row: tuple, rows: list[Any]) -> None:
+    "Copy parameter, gradient and state of a joined row to those that it stands for."
+    (flat, _, state, _), (params, _, states, _) = row, zip(*rows)
+    sizes = [p.numel() for p in params]
+    def parts(t: Any) -> list:
+        return [part.view_as(p) for part, p in zip(t.split(sizes), params)]
+    torch._foreach_copy_([p.data for p in params], parts(flat.data))
+    torch._foreach_copy_([p.grad for p in params], parts(flat.grad))
+    for name, x in state.items():
+        values = parts(x) if torch.is_tensor(x) else [x] * len(rows)
+        for s, value in zip(states, values): s[name] = value

@@ -165,6 +165,16 @@ def second_pass(kind, opt, path):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
+def half_weights(kind, opt, path):
+    "DDP trains with flat master weights; FSDP2 does not, and neither trains without master weights."
+    refused = [dict(master_weights=False), dict(flat_master=True)]
+    if kind == 'ddp':
+        agreed(build(kind, 'half_weights', opt, **refused.pop()))
+    for arguments in refused:
+        with pytest.raises(ValueError, match='Distributed' if kind == 'ddp' else 'FSDP2'):
+            fit(build(kind, 'half_weights', opt, **arguments))
+
+
 # -- files
 
 
@@ -263,7 +273,7 @@ SECTIONS = [
     *((f, kind, arg) for kind in ('ddp', 'fsdp') for f, args in ((steps, MODES), (overflow, TWO)) for arg in args),
     *((checkpoint, kind, opt) for kind in ('ddp', 'fsdp') for opt in TWO),
     *((reads_plain_file, 'fsdp', opt) for opt in TWO),
-    *((f, kind, 'adam') for kind in ('ddp', 'fsdp') for f in (low_scale, second_pass)),
+    *((f, kind, 'adam') for kind in ('ddp', 'fsdp') for f in (low_scale, second_pass, half_weights)),
     *((accumulate, 'ddp', 'adam'), (accumulate, 'fsdp', 'fused adamw')),
     *((warns, 'ddp', 'warn'), (warns, 'ddp', 'fix'), (warns, 'fsdp', 'warn'), (compares, 'ddp', 'bf16')),
     (raises, 'ddp', 'fp16'),  # last: the connection is broken afterwards
