@@ -78,8 +78,8 @@ class Recording(TorchDispatchMode):
             self._push(name, type(module).__name__)
 
     def _push(self, name, class_name):
-        in_fp32 = self.reference.modules.get(name, ModuleRecord(name, class_name))
-        new = ModuleRecord(name, class_name, in_fp32)
+        empty = ModuleRecord(name, class_name)
+        new = ModuleRecord(name, class_name, self.reference.modules.get(name, empty))
         self.frames.append(Frame(self.modules.setdefault(name, new), self.precision))
 
     def _leave(self, module, args, output):

@@ -40,7 +40,7 @@ class ModuleRecord:
     "The record of one module: of its own operators, not those of modules inside; over all calls and batches."
     name: str
     type: str
-    reference: Any = None                                        # its record in fp32; empty if it did not run there
+    reference: Any = None                                        # its record in the fp32 run; empty without one
     largest = 0.                                                 # absolute finite result, in fp32 if that is known
     largest_half = 0.                                            # the same of 16-bit results only
     is_half = False                                              # whether it has 16-bit results
@@ -56,8 +56,8 @@ class ModuleRecord:
     n_grads = 0                                                  # how many are finite and not 0
     n_zeros = 0                                                  # how many are 0
     work = 0                                                     # the same on each machine
-    half_line = ''                                               # line of a 16-bit product in the fp32 run
     has_product = False                                          # whether it multiplies matrices
+    half_line = ''                                               # line of a 16-bit product in the fp32 run
     undone_line = ''                                             # line of a 16-bit product of inputs cast to fp32
 
 
@@ -139,7 +139,7 @@ class Frame:
     def run(self, operation):
         "Run an operator of the module, and record what it shows."
         record = self.record
-        lost = operation.lost_constants()
+        lost = operation.lost_constants()                        # before it runs, as it may raise an error
         for constant in lost: record.constants.setdefault(constant, False)
         if operation.traits.makes_nothing: return operation.run()
         twin = self._twin(operation)
