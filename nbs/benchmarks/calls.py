@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import argparse, statistics, sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -46,13 +47,19 @@ def ours(precision: str, n: int) -> Run:
     return partial(_silent_fit, learn)
 
 
-def fastais(precision: str, n: int) -> Run: # Without what importing fastxtend_amp replaces in fastai's loop
+@contextmanager
+def fastais_on_cpu() -> Iterator[None]:
+    "Run fastai's own callback on a CPU, without what importing fastxtend_amp replaces in fastai's loop."
+    on_cpu = {name: partial(_on_cpu, getattr(torch.amp, name)) for name in ('autocast', 'GradScaler')}
+    with patch.multiple(fp16, **on_cpu), patch.object(Learner, '_with_events', _fastais): yield
+
+
+def fastais(precision: str, n: int) -> Run:
     learn = learner(n)
     if precision != 'fp32': learn.add_cb(fp16.MixedPrecision(precision, **SCALING.get(precision, {})))
 
     def run() -> None:
-        on_cpu = {name: partial(_on_cpu, getattr(torch.amp, name)) for name in ('autocast', 'GradScaler')}
-        with patch.multiple(fp16, **on_cpu), patch.object(Learner, '_with_events', _fastais): _silent_fit(learn)
+        with fastais_on_cpu(): _silent_fit(learn)
     return run
 
 
