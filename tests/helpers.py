@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os, re, subprocess, sys, warnings
 
-import torch
+import pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -157,6 +157,16 @@ def told(f, word=''):
         warnings.simplefilter('always')
         f()
     return [str(w.message) for w in caught if word in str(w.message)]
+
+
+def errors_of(calls, *args):
+    "Return the error of each call, by its name, as tests/expected has them."
+    lines = []
+    for name, call in calls.items():
+        with pytest.raises(Exception) as error:
+            call(*args)
+        lines += [f'# {name}', f'{error.typename}: {error.value}', '']
+    return '\n'.join(lines)
 
 
 def set_support(monkeypatch, status, why='for this test'):

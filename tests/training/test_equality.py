@@ -1,5 +1,7 @@
 "Bit for bit the numbers of a hand-written PyTorch loop: each loop, model, precision and optimizer of rows.py."
 
+import runpy
+
 import pytest, torch
 from fastai.callback import core
 from fastai.callback.training import GradientAccumulation
@@ -9,9 +11,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fastxtend_amp.training.loop import precision_callback
-from helpers import At, finite, is_outside_a_fit, learner, mlp, params, plain_grads, same
-from rows import EXTRA, LOOPS, MODELS, OPTS, TO, Loop, backward_and_step, by_hand, differences, extra_backward, find
-from rows import largest, make, seen_in_steps, third_batch, trained
+from helpers import ROOT, At, dataset, finite, is_outside_a_fit, learner, loaders, mlp, params, plain_grads, same
+from rows import EXTRA, LOOPS, MODELS, OPTS, TO, Loop, backward_and_step, by_hand, differences, end_state
+from rows import extra_backward, find, largest, make, outcome, seen_in_steps, third_batch, trained
 
 
 def cases():
@@ -37,6 +39,24 @@ def test_same_as_by_hand(to, model, loop, opt, with_tf32):
     assert differences(found, expected) == [] and is_outside_a_fit(learn.to_bf16())
     if to == 'overflowing' and loop == 'fit':
         assert 0 < sum(a > b for a, b in zip(found['scales'], found['scales'][1:])) < 17
+
+
+@pytest.mark.parametrize('loop', ['fit', 'both'])
+@pytest.mark.parametrize('to', ['fp32', 'bf16', 'fp16'])
+def test_the_loop_of_the_manual_computes_the_same(to, loop, capsys):
+    "In fp16 it skips steps with the second batch, whose values are too large, and repairs buffers."
+    data = dataset()
+    data.tensors[0][4:8] *= 1e6
+    learn, plain = (make(p, loop=l, opt='adamw', dls=loaders(train=data)) for p, l in ((to, loop), ('fp32', 'fit')))
+    learn.fit(3, 0.01)
+    plain.create_opt()
+    plain.opt.set_hypers(lr=0.01)
+    trainer = runpy.run_path(str(ROOT / 'nbs' / 'pytorch_loop.py'))['Trainer']
+    manual = trainer(plain.model, plain.opt, nn.MSELoss(), to, init_scale=4096.0, **LOOPS[loop].by_hand)
+    manual.fit(3, plain.dls.train, plain.dls.valid)
+    expected = outcome(plain.model, plain.opt, [], [], manual.scaler.state_dict())
+    assert differences({**end_state(learn), 'scales': []}, expected) == []
+    assert manual.skipped_steps == 3 * (to == 'fp16') and capsys.readouterr().out.count('validation loss') == 3
 
 
 def test_weights_that_are_wrappers_around_tensors():
