@@ -3,46 +3,41 @@
 `to_amp(measure=True)` selects the fastest whose loss matches fp32.
 """
 
-import copy, math, pickle, warnings
+import math
 
 import numpy as np
 import pandas as pd
 import pytest, torch
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
-from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import SGD
 from torch import nn
 
-from fastxtend_amp import PrecisionComparison, is_depthwise, is_grouped
-from fastxtend_amp.insight import rounds
-from fastxtend_amp.insight import run as run_room
+from fastxtend_amp import is_depthwise, is_grouped
 from fastxtend_amp.insight.calls import Call, advised, like_own, own_precision
 from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from fastxtend_amp.training.loop import precision_callback
-from helpers import OPTIMIZERS, At, Attentive, dataset, learner, linear, loaders, mlp, params, set_support
+from helpers import OPTIMIZERS, At, Attentive, dataset, errors_of, learner, linear, loaders, mlp, params, set_support
 from states import ASK, Act, Costs, Gives, InStep, Unpacks, bits, fills, rich, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
+NAN = math.nan
 SPEED = ['speed-up low', 'speed-up', 'speed-up high']
 
 
 @pytest.fixture(autouse=True)
 def support(monkeypatch, sleeps):
     "bf16 and fp16 are native unless a test says more; nothing depends on the machine's speed."
-    return lambda **more: set_support(
-        monkeypatch, lambda name: {**dict.fromkeys(LOW, 'native'), **more}.get(name, 'unsupported')
-    )
 
+    def set_to(**more):
+        set_support(monkeypatch, lambda name: {**dict.fromkeys(LOW, 'native'), **more}.get(name, 'unsupported'))
 
-@pytest.fixture(autouse=True)
-def native(support):
-    support()
+    set_to()
     torch.manual_seed(0)
+    return set_to
 
 
 def losses_of(learn, n_epoch, *args):
@@ -62,30 +57,22 @@ def test_each_precision_trains_as_in_a_fit_of_its_own(name, opt):
     r = learner(opt_func=OPTIMIZERS[opt]).compare_precision([name], n_steps=12, n_seeds=0, lr=0.01)
     assert r.losses == {'fp32': losses_of(alone, 2, 0.01), name: losses_of(low, 2, 0.01)}
     assert name == 'bf16' or r.table['final scale']['fp16'] == low.mixed_precision.scale
-    tails = {n: np.mean(l[-2:]) for n, l in r.losses.items()}  # the last fifth
-    assert r.table['loss'].to_dict() == tails
-    assert r.table['loss difference'][name] == tails[name] - tails['fp32']
+    found = r.table['loss']
+    assert found.to_dict() == {n: np.mean(losses[-2:]) for n, losses in r.losses.items()}  # of the last fifth
+    assert (r.table['loss difference'] == found - found['fp32']).all()
 
 
 @pytest.mark.parametrize('own', ['to_half_weights', 'to_bf16', 'to_fp32'])
 def test_each_row_runs_in_the_precision_it_names_with_its_settings_of_the_process(own, support):
     support(tf32='native')
     seen, matmul = set(), torch.backends.cuda.matmul
-    name = lambda l: precision_callback(l) and l.mixed_precision.precision.name
-    note = lambda l: seen.add((name(l), matmul.fp32_precision, l.pred.dtype))
-    before, half, full = matmul.fp32_precision, torch.bfloat16, torch.float32
-    learn = learner(linear(), cbs=[InStep('after_pred', note, 5), InStep('after_backward', note)])
-    r = getattr(learn, own)().compare_precision(['bf16', 'half_weights', 'tf32'], n_steps=8, n_seeds=1)
-    low = {(name, before, dtype) for name in ('bf16', 'half_weights') for dtype in (half, full)}
-    assert seen == {(None, before, full), ('tf32', 'tf32', full), *low}
-    assert r.table['loss'].notna().all()
-
-
-def test_a_row_trains_for_n_steps_and_writes_no_file(tmp_path):
-    steps = []
-    cbs = [InStep('after_pred', lambda l: steps.append(l.training)), SaveModelCallback()]
-    r = learner(cbs=cbs, path=tmp_path).compare_precision(LOW, n_steps=8, n_seeds=1)
-    assert steps == [True] * (4 * 8) and not list(tmp_path.rglob('*')) and len(r.seed_losses[0]) == 8
+    before = matmul.fp32_precision
+    note = lambda l: seen.add((own_precision(l).name, matmul.fp32_precision, l.pred.dtype))
+    learn = getattr(learner(linear(), cbs=InStep('after_pred', note, 5)), own)()
+    table = learn.compare_precision(['bf16', 'half_weights', 'tf32'], n_steps=8, n_seeds=1).table
+    low = {(name, before, torch.bfloat16) for name in ('bf16', 'half_weights')}
+    assert seen == {('fp32', before, torch.float32), ('tf32', 'tf32', torch.float32), *low}
+    assert table['loss'].notna().all()
 
 
 def test_random_numbers_go_on_from_round_to_round_and_batches_are_clones():
@@ -108,7 +95,7 @@ def test_the_same_numbers_each_time_and_others_from_other_seeds():
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr(rounds, '_BYTES', 350)  # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr('fastxtend_amp.insight.rounds._BYTES', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = learner().compare_precision('bf16', n_steps=8, n_seeds=0)
     plain = learner()
     plain.dls.train.n = 16
@@ -153,23 +140,8 @@ def test_a_callback_that_ends_a_fit_early_ends_a_batch(error, event):
     assert all(ask(learn) is not None for ask in ASK.values())
 
 
-class Once(torch.utils.data.IterableDataset):
-    "Can be iterated once."
-
-    def __init__(self):
-        self.rows = iter(zip(*dataset().tensors))
-
-    def __iter__(self):
-        return self.rows
-
-
-def once():
-    loader = DataLoader(Once(), bs=4, device=torch.device('cpu'))
-    return learner(dls=DataLoaders(loader, loader, device=torch.device('cpu')))
-
-
 def test_a_loader_that_can_be_iterated_once():
-    learn = once()
+    learn = learner(dls=loaders(train=zip(*dataset().tensors)))
     assert (learn.compare_precision('bf16', n_steps=12, n_seeds=0).table['steps'] == 12).all()
     with pytest.raises(ValueError, match='(?s)needs at least one batch, .*used only once'):
         learn.compare_precision('bf16')
@@ -178,37 +150,9 @@ def test_a_loader_that_can_be_iterated_once():
 # -- errors
 
 
-def test_an_error_in_low_precision_is_a_result_and_the_learner_is_not_modified(support):
-    def breaks(l):
-        if precision_callback(l) and l.iter == 3:
-            raise ZeroDivisionError('now')
-
-    learn = rich()
-    support(fp16='unsupported')
-    learn.add_cb(InStep('after_loss', breaks))
-    before = bits(learn)
-    r = learn.compare_precision(LOW, n_steps=8, n_seeds=1)
-    assert bits(learn) == before and r.recommended == 'fp32' and r.plot() is not None
-    assert r.table['note'].to_dict() == {
-        'fp32': '',
-        'bf16': 'ZeroDivisionError: now',
-        'fp16': "ValueError: fp16 does not run on device 'cpu': for this test",
-    }
-    assert list(r.table['steps']) == [8, 3, 0] and {*r.table['support'][1:]} == {'failed'}
-
-
 def out_of_memory(l):
     if precision_callback(l):
         raise torch.OutOfMemoryError('all copies are in memory at once')
-
-
-def frozen(model):
-    return model.requires_grad_(False)
-
-
-def spoiled(model):
-    model[3].weight.data[0, 0] = math.nan
-    return model
 
 
 class Huge(nn.ReLU):
@@ -221,7 +165,6 @@ ERRORS = {
     'steps': lambda: learner().compare_precision(n_steps=0),
     'time': lambda: learner().compare_precision(max_seconds=0),
     'more than time to choose': lambda: learner().to_amp(measure=True, fp32_modules='0', max_skips=9),
-    'mode': lambda: learner().compare_precision('fp4'),
     'no data': lambda: WITHOUT_DATA.compare_precision(),
     'no data for a report': lambda: WITHOUT_DATA.precision_report(),
     'no batches for a report': lambda: learner().precision_report(dl=[]),
@@ -229,9 +172,9 @@ ERRORS = {
     'modes without autocast': lambda: learner().precision_report(['bf16', 'tf32']),
     'another device': lambda: learner().precision_report(device='xpu'),
     'no loss scales to plot': lambda: learner().to_fp16().mixed_precision.plot_scales(),
-    'frozen': lambda: learner(frozen(mlp())).compare_precision(),
+    'frozen': lambda: learner(mlp().requires_grad_(False)).compare_precision(),
     'lazy': lambda: learner(nn.LazyLinear(1)).compare_precision(),
-    'NaN': lambda: learner(spoiled(mlp())).to_amp(measure=True),
+    'NaN': lambda: learner(linear().apply(lambda m: m.weight.data.fill_(NAN))).to_amp(measure=True),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
     'fp32 fails': lambda: learner(nn.Linear(5, 1)).compare_precision(LOW),  # the data has six columns
     'memory of a copy': lambda: learner(nn.Sequential(linear(), Huge())).precision_report(),
@@ -240,21 +183,15 @@ ERRORS = {
 
 
 def test_errors(expected):
-    texts = []
-    for name, call in ERRORS.items():
-        with pytest.raises(Exception) as error:
-            call()
-        texts.append(f'# {name}\n{error.typename}: {error.value}\n')
-    assert '\n'.join(texts) == expected('insight_errors')
+    assert errors_of(ERRORS) == expected('insight_errors')
 
 
+@pytest.mark.filterwarnings('error')
 def test_no_warning_of_what_happens_to_a_copy():
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        shadows = InStep('before_batch', lambda l: setattr(l.in_step, 'lr', 0))  # as a GAN's callbacks do
-        r = learner(Attentive(), cbs=shadows).to_fp16(on_overflow='raise', max_skips=2)
-        r = r.compare_precision('fp16', n_steps=8, n_seeds=0)
-    assert r.table['skipped']['fp16'] == 8 and r.table['note']['fp16'] == ''
+    shadows = InStep('before_batch', lambda l: setattr(l.in_step, 'lr', 0))  # as a GAN's callbacks do
+    learn = learner(Attentive(), cbs=shadows).to_fp16(on_overflow='raise', max_skips=2)
+    table = learn.compare_precision('fp16', n_steps=8, n_seeds=0).table
+    assert table['skipped']['fp16'] == 8 and table['note']['fp16'] == ''
 
 
 # -- speed and time
@@ -268,18 +205,30 @@ def convs(groups=1):
     )
 
 
-def speeds_of(bf16, fp32_last=1.0, bf16_last=1.0, depthwise=1.0, depthwise_last=1.0, step=0.1):
-    "As measured on a CPU with native bf16."
+class Breaks(nn.Linear):
+    "Its output in fp16 is changed by `f`."
+
+    def __init__(self, f):
+        super().__init__(6, 1)
+        self.f = f
+
+    def forward(self, x):
+        out = super().forward(x)
+        return self.f(out) if out.dtype is torch.float16 else out
+
+
+def measured(*speeds, step=0.1):
+    "As on a CPU with native bf16."
     last, kept = ', channels last', 'bf16, depthwise in fp32'
-    speeds = {'bf16': bf16, f'fp32{last}': fp32_last, f'bf16{last}': bf16_last}
-    return {**speeds, kept: depthwise, kept + last: depthwise_last}, dict(step=step, noise=0.05)
+    names = ['bf16', 'fp32' + last, 'bf16' + last, kept, kept + last]
+    return dict(zip(names, speeds)), dict(step=step, noise=0.05)
 
 
+MOBILENET = 1.03, 1.2, 0.97, 1.14, 1.37
 TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the model
     'fp16 is far slower': (dict(bf16=1.5, fp16=0.01), {}, dict(max_seconds=60)),
     'fp16 is slower': (dict(bf16=1.15, fp16=0.8), dict(noise=0.1), dict(max_seconds=60)),
     'both are far slower': (dict(bf16=0.1, fp16=0.05), {}, dict(max_seconds=60)),
-    'noisy, as fast': ({}, dict(noise=0.1), dict(precisions='bf16')),
     'no time': ({}, {}, dict(precisions='bf16', max_seconds=1e-9)),
     'many steps': (dict(bf16=1.5), dict(step=0.02), dict(precisions='bf16', n_steps=2000, max_seconds=3)),
     'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(precisions='bf16', n_steps=40, max_seconds=60)),
@@ -291,12 +240,13 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the m
     'nothing else': ({}, {}, dict(precisions='fp32')),
     'no interval': (dict(bf16=2.0), {}, dict(n_steps=6)),
     'no limit': (dict(bf16=2.0), {}, dict(max_seconds=math.inf)),
-    'ResNet-18': (*speeds_of(1.72, 1.11, 2.01), {}, convs()),
-    'EfficientNet': (*speeds_of(0.96, 1.25, 1.04, 1.03), {}, convs(6)),
-    'MobileNet': (*speeds_of(1.03, 1.2, 0.97, 1.14, 1.37), {}, convs(6)),
-    'in channels last already': (*speeds_of(1.72), {}, convs().to(memory_format=torch.channels_last)),
-    'without time for all': (*speeds_of(1.03, 1.2, 0.97, 1.14, 1.37, step=2), {'max_seconds': 60}, convs(6)),
-    'with time for the fastest': (*speeds_of(1.03, 1.2, 0.97, 1.14, 1.37, step=2), {'max_seconds': 40}, convs(6)),
+    'ResNet-18': (*measured(1.72, 1.11, 2.01), {}, convs()),
+    'EfficientNet': (*measured(0.96, 1.25, 1.04, 1.03, 1.0), {}, convs(6)),
+    'MobileNet': (*measured(*MOBILENET), {}, convs(6)),
+    'in channels last already': (*measured(1.72), {}, convs().to(memory_format=torch.channels_last)),
+    'without time for all': (*measured(*MOBILENET, step=2), {'max_seconds': 60}, convs(6)),
+    'with time for the fastest': (*measured(*MOBILENET, step=2), {'max_seconds': 40}, convs(6)),
+    'fp16 and TF32 do not run': (dict(bf16=2.0), {}, {'precisions': [*LOW, 'tf32']}, Breaks(fills)),
 }
 
 
@@ -305,28 +255,24 @@ def test_rounds(expected, sleeps):
     "What is recommended, after how many steps and rounds, and in which time; what is far slower is dropped."
     texts = []
     for name, (speeds, costs, kwargs, *model) in TIMED.items():
-        start, kwargs = sleeps.now, {'precisions': LOW, 'n_steps': 16, 'max_seconds': 1000, **kwargs}
-        kwargs |= {'precisions': 'bf16'} if model else {}
-        r = learner(*model, cbs=Costs(speeds, **costs)).compare_precision(**kwargs)
-        seconds = sleeps.now - start
-        assert seconds <= kwargs['max_seconds'] + max(1, 4.1 * costs.get('step', 0))
+        start, given = sleeps.now, dict(precisions='bf16' if model else LOW, n_steps=16, max_seconds=1000)
+        r = learner(*model, cbs=Costs(speeds, **costs)).compare_precision(**{**given, **kwargs})
         table = r.table[['steps', 'rounds', 'speed-up', 'note']].assign(loss=r.table['loss'].notna())
-        rows = [f'# {name}: {r.recommended}: {r.reason}', f'{seconds:.1f} s, other seeds: {len(r.seed_losses)}']
-        texts += [*rows, table.to_string(float_format='%.2f'), '']
+        seconds = f'{sleeps.now - start:.1f} s, other seeds: {len(r.seed_losses)}'
+        texts += [f'# {name}: {r.recommended}: {r.reason}', seconds, table.to_string(float_format='%.2f'), '']
     assert '\n'.join(texts) == expected('comparison_rounds')
 
 
 def test_rounds_alternate_and_none_always_follows_the_same():
-    r = learner(cbs=Costs(dict(bf16=2.0, fp16=2.0))).compare_precision(LOW, n_steps=9, n_seeds=0)
+    learner(cbs=Costs(dict(bf16=2.0, fp16=2.0))).compare_precision(LOW, n_steps=9, n_seeds=0)
     forth = ['fp32', *LOW]
-    assert Costs.trained[:27] == forth + [name for i in range(8) for name in forth[:: (-1) ** i]]
-    assert (r.table['rounds'] == 8).all()  # the first one is a warm-up
+    assert Costs.trained[:27] == forth + (forth + forth[::-1]) * 4  # after a warm-up
 
 
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
-    assert 'peak MB' not in repr(learner().compare_precision('bf16', n_steps=7, n_seeds=0))
-    monkeypatch.setattr(run_room, 'allocated', lambda device, peak=False: 7e6 if peak else 5e6)
+    allocated = lambda device, peak=False: 7e6 if peak else 5e6
+    monkeypatch.setattr('fastxtend_amp.insight.run.allocated', allocated)
     assert (learner().compare_precision('bf16', n_steps=7, n_seeds=0).table['peak MB'] == 2).all()
 
 
@@ -334,9 +280,9 @@ def test_the_peak_of_an_accelerator_is_what_a_step_adds(monkeypatch):
 
 
 def table_of(**rows):
-    base = {'support': 'native', 'steps': 50, 'rounds': 8, 'ms per step': 100.0, **dict.fromkeys(SPEED, 1.0)}
-    base |= {'loss': 1.0, 'loss difference': 0.0, 'skipped': 0, 'weights moved': 1.0, 'note': ''}
-    faster = base | {'speed-up low': 1.9, 'speed-up': 2.0, 'speed-up high': 2.1}
+    base = {'support': 'native', 'steps': 50, 'loss': 1.0, 'loss difference': 0.0, 'skipped': 0, 'weights moved': 1.0}
+    base |= {'note': '', **speeds(1.0, 1.0, 1.0)}
+    faster = base | speeds(1.9, 2.0, 2.1)
     table = pd.DataFrame({'fp32': base, **{name: faster | changes for name, changes in rows.items()}}).T
     table['loss'] += table['loss difference']
     return table
@@ -346,12 +292,10 @@ def speeds(*values):
     return dict(zip(SPEED, values))
 
 
-NAN = math.nan
 ROWS = [
     dict(bf16={}, fp16={}),
     dict(bf16={}, fp16=speeds(2.9, 3.0, 3.1)),
     dict(bf16=speeds(2.0, 2.04, 2.1), fp16=speeds(2.1, 2.13, 2.2)),
-    dict(tf32=speeds(2.0, 2.04, 2.1), fp16=speeds(2.1, 2.13, 2.2)),
     {'bf16, Conv in fp32': speeds(2.0, 2.04, 2.1), 'fp16': speeds(2.1, 2.13, 2.2)},
     dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}),
     dict(bf16={'loss difference': 0.1}),
@@ -360,10 +304,6 @@ ROWS = [
     dict(fp16={'weights moved': 0.09}),
     dict(bf16=speeds(1.02, 1.03, 1.05)),
     dict(bf16=speeds(1.05, 1.06, 1.07)),
-    dict(fp32={'loss difference': NAN}),
-    dict(fp32={'weights moved': NAN}, bf16={}),
-    dict(bf16={'support': 'failed', 'note': 'KeyError: 1', 'loss': NAN}),
-    dict(bf16={}, fp16={'note': 'dropped', 'loss difference': NAN, **speeds(NAN, 0.01, NAN)}),
     {'bf16': {}, 'bf16, channels last': {'note': 'dropped', 'loss difference': NAN, **speeds(2.2, 2.3, 2.4)}},
 ]
 
@@ -373,8 +313,7 @@ def test_recommendations(expected):
     texts = []
     for rows in ROWS:
         best, reason = recommend(table_of(**rows), tolerated)
-        changes = '; '.join(f'{name} {changes}' for name, changes in rows.items())
-        texts.append(f'# {changes}\n{best}: {reason}\n')
+        texts.append(f'# {rows}\n{best}: {reason}\n')
     assert '\n'.join(texts) == expected('recommendations')
 
 
@@ -414,40 +353,21 @@ def test_apply_converts_format_and_optimizer(opt):
 def test_text_and_plot(expected):
     import matplotlib.pyplot as plt
 
-    table = table_of(bf16=speeds(11.0, 12.34, 13.0), fp16={'note': 'KeyError: 1', 'support': 'failed', 'loss': NAN})
-    losses, learn = {'fp32': [2.0, 1.0], 'bf16': [2.0, 1.1], 'fp16': [2.0, NAN]}, learner()
-    r = PrecisionComparison(
-        table,
-        losses,
-        [[2.0, 0.9]] * 2,
-        'bf16',
-        'Why.',
-        ['A note.'],
-        {name: Call(like_own(learn, find_precision(name))) for name in losses},
-    )
+    always_1 = lambda p, y: 1 + p.mean() - p.mean().detach()  # on any machine, and yet it has a gradient
+    learn = learner(Breaks(fills), loss_func=always_1, cbs=Costs(dict(bf16=12.34)))
+    r = learn.compare_precision(LOW, n_steps=8)
+    html = r._repr_html_()
     assert f'{r!r}\n' == expected('comparison')
+    assert '<table' in html and '<code>learn.to_bf16()</code>' in html
     with pytest.raises(ValueError, match=r"precision='tf32' cannot be used: .* one of \['fp32', 'bf16', 'fp16'"):
         r.apply(learn, 'tf32')
-    assert '<table' in r._repr_html_() and '<code>learn.to_bf16()</code>' in r._repr_html_()
     curves, bars = r.plot()
-    assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', *losses]
-    assert len(curves.lines) == 2 + 3 and [t.get_text() for t in bars.texts] == ['1.00', '12.34', '2.00']
+    assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', *r.losses]
+    assert len(curves.lines) == 3 + 3 and [t.get_text() for t in bars.texts[:2]] == ['1.00', '12.34']
     plt.close('all')
 
 
 # -- `to_amp(measure=True)`
-
-
-class Breaks(nn.Linear):
-    "Its output in fp16 is changed by `f`."
-
-    def __init__(self, f):
-        super().__init__(6, 1)
-        self.f = f
-
-    def forward(self, x):
-        out = super().forward(x)
-        return self.f(out) if out.dtype is torch.float16 else out
 
 
 CHOICES = {  # speed-ups, and what makes the learner
@@ -480,25 +400,23 @@ def test_what_is_chosen_and_printed(expected, capsys):
 
 def test_without_a_native_precision_there_is_nothing_to_measure(support, capsys):
     support(bf16='emulated', fp16='emulated')
-    learn = learner(cbs=Costs(dict(bf16=2.0))).to_bf16()
-    learn.to_amp(measure=True)
-    assert precision_callback(learn) is None and learn.precision_decision.recommended == 'fp32'
+    learn = learner().to_bf16().to_amp(measure=True)
+    assert precision_callback(learn) is None
     assert 'Selected: fp32. Nothing else was compared. This device runs nothing else' in capsys.readouterr().out
     assert "learn.compare_precision('bf16')" in learn.compare_precision().notes[0]
 
 
-@pytest.mark.parametrize('factor, words', [(1.0, ''), (0.0, 'its weights moved only 0%')])
-def test_a_precision_whose_gradients_vanish_is_not_chosen(factor, words):
+def test_a_precision_whose_gradients_vanish_is_not_chosen():
     "Beside a large constant in the loss, which hides that nothing trains."
 
-    def spoil(l):
+    def vanish(l):
         if precision_callback(l):
-            torch._foreach_mul_([p.grad for p in l.model.parameters()], factor)
+            torch._foreach_zero_([p.grad for p in l.model.parameters()])
 
     loss = lambda p, y: nn.functional.mse_loss(p, y) + 100.0
-    cbs = [Costs(dict(bf16=2.0)), InStep('after_backward', spoil, 5)]
+    cbs = [Costs(dict(bf16=2.0)), InStep('after_backward', vanish, 5)]
     r = learner(linear(), loss_func=loss, opt_func=SGD, lr=0.01, cbs=cbs).compare_precision('bf16')
-    assert r.recommended == ('fp32' if words else 'bf16') and words in r.reason, r
+    assert r.recommended == 'fp32' and 'its weights moved only 0%' in r.reason
 
 
 def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_unpacks():
@@ -506,7 +424,7 @@ def test_modules_that_must_stay_in_fp32_do_in_a_model_whose_output_a_callback_un
     learn.to_amp(measure=True)
     decision, cb = learn.precision_decision, precision_callback(learn)
     assert decision.calls['fp16'] == "learn.to_fp16(init_scale=4096, fp32_modules=['net.attn'], max_skips=7)"
-    assert cb.amp_mode == 'fp16' and cb.fp32_module_names == ['net.attn'] and cb.max_skips == 7 and cb.scale == 4096
+    assert cb.fp32_module_names == ['net.attn'] and cb.max_skips == 7
     learn.fit(2)
     assert sum(cb.skips) == 0
 
@@ -577,9 +495,8 @@ def test_a_report_runs_the_precision_that_it_prints():
 def test_depthwise_and_grouped_convolutions():
     depthwise = [nn.Conv2d(8, 16, 3, groups=8), nn.ConvTranspose1d(8, 8, 3, groups=8)]
     grouped, others = [nn.Conv2d(8, 8, 3, groups=2)], [nn.Conv2d(1, 8, 3), nn.LayerNorm(8)]
-    for of_type, found in ((is_depthwise, depthwise), (is_grouped, grouped)):
-        assert [*filter(of_type, depthwise + grouped + others)] == found
-        assert pickle.loads(pickle.dumps(of_type)) is copy.deepcopy(of_type) is of_type
+    assert [*filter(is_depthwise, depthwise + grouped + others)] == depthwise
+    assert [*filter(is_grouped, depthwise + grouped + others)] == grouped
     own = type('Embedding', (nn.Module,), {})  # not that of nn
     call = "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, Embedding, 'a'])"
     assert repr(BF16(fp32_modules=[is_depthwise, nn.LayerNorm, own, 'a'])) == call
