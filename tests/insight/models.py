@@ -95,10 +95,6 @@ def sqrt_gate(h):
     return (h.relu() * 1e-6 + torch.tensor(1e-10).to(h.dtype)).sqrt() * 1e3  # its gradient is infinite in fp16
 
 
-def surely(h):
-    return (h * 30).sigmoid()
-
-
 STEPS = torch.arange(32) * 2 + 960
 
 

@@ -205,6 +205,12 @@ def blurred(text):
     )
 
 
+EVALUATIONS = {
+    'validate': lambda l: l.validate(),
+    'get_preds': lambda l: l.get_preds()[0],
+    'get_preds without targets': lambda l: l.get_preds(dl=[b[:1] for b in l.dls.valid], with_loss=False)[0],
+    'of the training set': lambda l: l.validate(0),
+}
 ASK = {
     'report': lambda l: l.precision_report('bf16', max_seconds=20),
     'comparison': lambda l: l.compare_precision('bf16', n_steps=4, n_seeds=1, max_seconds=5),

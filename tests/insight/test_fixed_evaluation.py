@@ -10,7 +10,7 @@ from fastai.vision.augment import aug_transforms
 from fastai.vision.core import PILImageBW
 from fastai.vision.data import ImageBlock
 from helpers import At, learner, params, told
-from states import Act
+from states import EVALUATIONS, Act
 from torch import nn
 
 from fastxtend_amp.insight import diagnosis, watch
@@ -37,14 +37,6 @@ def mean_abs(pred, y):
 def large(on_overflow='fix', **kwargs):
     learn = learner(Large(**kwargs), metrics=mean_abs)
     return learn.to_fp16(init_scale=256.0, on_overflow=on_overflow, fp32_modules='head')
-
-
-EVALUATIONS = {
-    'validate': lambda l: l.validate(),
-    'get_preds': lambda l: l.get_preds()[0],
-    'get_preds without targets': lambda l: l.get_preds(dl=[b[:1] for b in l.dls.valid], with_loss=False)[0],
-    'of the training set': lambda l: l.validate(0),
-}
 
 
 @pytest.mark.parametrize('name', EVALUATIONS)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
 from models import STEPS, Force, InNumPy, NeedsFp32, Own, cancels, checks, inner, large, layers, loud_rms, over_sums
-from models import report_on, sqrt_gate, steps, surely, trained, unit, verdict_on
+from models import report_on, sqrt_gate, steps, trained, unit, verdict_on
 from states import Act, Times, blurred, fills, lora, loud_loss
 
 KEEP, SAFE = 'keep modules in fp32', 'safe so far'
@@ -36,11 +36,7 @@ FLAGGED = {
     'added as a tensor': (
         'fp16', lambda h: ((h - h.roll(1, 0)).relu() + torch.tensor(1e-10)).sqrt(), '1e-10 is 0 in fp16',
     ),
-    '1 - 1e-4': ('fp16', lambda h: (1 - surely(h).clamp(1e-4, 1 - 1e-4)).log(), '0.9999 is 1 in fp16'),
     '-1': ('bf16', lambda h: (h * 30).tanh().clamp(-0.9999, 0.98).atanh(), '-0.9999 is -1 in bf16'),
-    'a mask that raises an error': (
-        'fp16', fills, rf'does not run in fp16: .*; -1e.09 is -inf in fp16 \(`masked_fill`, {LINE}\)',
-    ),
     # whole numbers that become one
     'timesteps': ('bf16', steps(lambda t, h: t.to(h.dtype)), '960 and 962 become the same number'),
     'copied': (
@@ -88,14 +84,11 @@ def attends(mask):
     return f
 
 
-lowest = lambda s: torch.finfo(s.dtype).min
 # Arithmetic that no precision is blamed for
 HARMLESS = {
     'mask: -inf': attends(lambda s, m: s.masked_fill(~m, -math.inf)),
-    'mask: finfo.min': attends(lambda s, m: s.masked_fill(~m, lowest(s))),
     'mask: -2.38e38': attends(lambda s, m: torch.where(m, s, -2.38e38)),
     'mask: triu': attends(lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1)),
-    'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
     'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
     'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
     'far from the limit, added in place in fp32': lambda h: torch.zeros(h.shape).add_(h.tanh() * 1e4).to(h.dtype) / 1e4,
@@ -132,8 +125,9 @@ class Products(Own):
     "A matrix product in the model's own forward, which autocast runs in fp16 for any input dtype."
 
     def forward(self, x):
-        h = self.a(x if self.f is None else self.f(x)) * 800
-        return self.b(((h @ h.T) / 800**2).softmax(-1) @ self.a(x if self.f is None else self.f(x)))
+        x = self.f(x)
+        h = self.a(x) * 800
+        return self.b(((h @ h.T) / 800**2).softmax(-1) @ self.a(x))
 
 
 class Block(nn.Linear):
@@ -148,14 +142,13 @@ def times(factor):
 noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
 behind = lambda: nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
 steep = Act(lambda h: Times.apply(Times.apply(h, 1e-3) + 0, 1e3))
-nan_at = torch.ones(24, 6).index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(math.nan))
 scaled = lambda factor: dict(loss_func=lambda p, y: F.mse_loss(p, y) * factor)
 in_half = lambda h: fills(h.half() if torch.is_autocast_enabled('cpu') else h)
 MODELS = {  # precision, model, arguments of the learner
     'attention': ('fp16', Attentive),
     'one behind another': ('fp16', lambda: nn.Sequential(Attentive(), behind())),
     'fifteen': ('fp16', lambda: nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1))),
-    'own products': ('fp16', lambda: Products(None)),
+    'own products': ('fp16', lambda: Products(lambda x: x)),
     'a cast in the model': ('fp16', lambda: Own(in_half)),
     '0 in fp32': ('fp16', lambda: nn.Sequential(nn.Linear(6, 8), noise, nn.Linear(8, 8, bias=False), nn.Linear(8, 1))),
     'large gradients': ('fp16', lambda: layers(Act(times(1e4)))),
@@ -169,7 +162,6 @@ MODELS = {  # precision, model, arguments of the learner
     'log of a negative number': (
         'fp16', lambda: nn.Sequential(nn.Linear(6, 1), Act(lambda h: torch.log_(-h.square()))),
     ),
-    'NaN in the data': ('fp16', mlp, dict(dls=large(nan_at))),
     'bf16 weights': ('bf16', lambda: mlp().bfloat16()),
     'fp16 weights': ('fp16', lambda: mlp().half()),
 }  # fmt: skip
@@ -191,9 +183,9 @@ def test_models(expected, monkeypatch):
 
 
 def test_of_two_precisions_the_one_that_works_is_called(monkeypatch):
-    for native, call in ((('bf16',), 'learn.to_bf16()'), ((), 'learn.to_fp32()'), (('fp16',), 'learn.to_fp32()')):
-        set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
-        assert verdict_on(Products(None)).call == call
+    for native, best in {'bf16': 'bf16', 'fp16': 'fp32', 'neither': 'fp32'}.items():
+        set_support(monkeypatch, lambda name: 'native' if name == native else 'emulated')
+        assert verdict_on(Products(lambda x: x)).call == f'learn.to_{best}()'
     learn = learner(Products(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
     set_support(monkeypatch, lambda name: 'native')
     assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
@@ -261,11 +253,8 @@ def test_an_stft_in_fp16_runs_on_cuda_with_powers_of_two(n, fp16):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_a_frozen_base_in_half_precision(dtype):
     "The report equals that of the same weights in fp32."
-    half, whole = learner(lora(dtype)).precision_report(), learner(lora(dtype).float()).precision_report()
-    assert [(v.verdict, v.call) for v in half.verdicts.values()] == [
-        (v.verdict, v.call) for v in whole.verdicts.values()
-    ]
-    assert half.table['largest'].tolist() == pytest.approx(whole.table['largest'].tolist(), rel=1e-6)
+    half, whole = (learner(model).precision_report() for model in (lora(dtype), lora(dtype).float()))
+    assert repr(half) == repr(whole)
 
 
 class Promotes(nn.Module):
