@@ -113,10 +113,11 @@ class FP16(Precision):
         if state is None: state = self.first_state
         if not state: return
         check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
-        scale, tracker = state['scale'], min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)
+        scale = state['scale']
         if self.is_fixed or not self.first_state:
             if scale != self.first_scale:
                 warn_user(f'The loaded loss scale of {scale:,.9g} is not used: `{self}` sets its own.')
             return
         if scale < FP16_SMALLEST: scale = self.first_scale
+        tracker = min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)
         self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})
