@@ -88,8 +88,7 @@ def _harm_to(m, precision):
     if lost:
         away = as_dtype(lost[-1], precision.dtype)
         return f'{_rounding_of(precision, *lost)}, so it does not keep values in {where} away from {away:g}'
-    if m.shows_merged:
-        return f'{m.merged[0]:.9g} and {m.merged[1]:.9g} become the same number in {where} in {name}'
+    if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 
 
@@ -110,8 +109,7 @@ def _failing(run, modules):
 
 def equal_numbers(run: Recording) -> str: # "257 and 258 in 'gate'"
     "Describe whole numbers that become equal in modules; '' if none do."
-    pairs = ((m.name, *m.merged) for m in run.modules.values() if m.merged)
-    return some(f'{a:.9g} and {b:.9g} in {named(name)}' for name, a, b in pairs)
+    return some(f'{m.merged} in {named(m.name)}' for m in run.modules.values() if m.merged)
 
 
 def loss_scales(run: Recording) -> tuple[float, float]:
@@ -119,7 +117,7 @@ def loss_scales(run: Recording) -> tuple[float, float]:
 
     Underflow means that of the mean gradient; modules with the smallest gradients may still lose theirs.
     """
-    info = torch.finfo(run.precision.dtype)
+    info = torch.finfo(run.precision.dtype or torch.float32)
     half = [m.reference for m in run.modules.values() if m.largest_half and m.reference.grad]
     if not half: return 1., 2. ** 24
     most = 2. ** math.floor(math.log2(info.max / max(m.grad for m in half)))

@@ -5,7 +5,6 @@ twins only for the results of its own operators; its inputs, and the outputs of 
 error of a module is that of its own arithmetic, measured on its outputs and on what it passes to modules inside.
 """
 import math, sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +46,7 @@ class ModuleRecord:
     is_after = False                                             # whether NaN or inf came in
     failed = False                                               # whether NaN or inf first appears in it
     error = math.nan                                             # largest relative error of its own arithmetic
-    merged: Sequence[float] = ()                                 # two whole numbers that become equal in it
+    merged = ''                                                  # two whole numbers that become equal in it
     shows_merged = False                                         # whether its results depend on such numbers
     # By line of code, operator and value: constants that become 0, 1 or inf, and whether results need them.
     constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
@@ -191,9 +190,9 @@ class Frame:
         if self.record.reference.merged: return                  # some do so in fp32 as well
         cast = tensors(operation.args) if operation.name in _CASTS else []
         pairs = (merged(t, out.dtype) for t in cast if is_plain(t))
-        pair = next(filter(None, pairs), None)
-        self.record.merged = pair or self.record.merged
-        if not (pair or operation.reads(self.merged)): return
+        found = next(filter(None, pairs), '')
+        self.record.merged = found or self.record.merged
+        if not (found or operation.reads(self.merged)): return
         for o in readable(out): self.merged[address(o)] = o
 
     def compare(self, t):

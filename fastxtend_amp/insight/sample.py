@@ -13,7 +13,6 @@ import torch
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
 from fastcore.basics import noop
-from torch import nn
 from torch.nn import functional as F
 
 from ..compat import unwatched
@@ -220,7 +219,7 @@ class BackwardOnly(Callback):
 
 def rounded_linear(
     rounding: Rounding,
-    layer: nn.Module, # A linear layer
+    layer: Any, # A linear layer
     x: torch.Tensor, # Its input
 ) -> torch.Tensor:
     "Return what the layer computes in autocast, with its input, its weight and the gradient of the output rounded."

@@ -103,15 +103,16 @@ def as_dtype(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(float(number)).to(dtype))
 
 
-def merged(t: torch.Tensor, dtype: torch.dtype) -> list[float]:
-    "Return two different whole numbers in `t` that become equal in `dtype`; [] for what may be an image."
-    if dtype not in HALF or t.dtype in HALF or t.squeeze().ndim > 2: return []
+def merged(t: torch.Tensor, dtype: torch.dtype) -> str: # '257 and 258'
+    "Return two different whole numbers in `t` that become equal in `dtype`; '' for what may be an image."
+    if dtype not in HALF or t.dtype in HALF or t.squeeze().ndim > 2: return ''
     t = t.float()
     is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be equal in fp32 already
-    if not is_whole.all(): return []
+    if not is_whole.all(): return ''
     t = t.unique()
     pairs = torch.stack([t[:-1], t[1:]], dim=1)
-    return pairs[t.to(dtype).diff() == 0][:1].flatten().tolist()
+    equal = pairs[t.to(dtype).diff() == 0].tolist()
+    return f'{equal[0][0]:.9g} and {equal[0][1]:.9g}' if equal else ''
 
 
 class Twins(dict):
