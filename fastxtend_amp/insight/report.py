@@ -152,7 +152,6 @@ class _Work:
     def _notes(self):
         "Give notes on what else was seen, what was looked at, and what was not."
         reference, judges = self.sample.reference, self.judges.items()
-        distances = {name: judge.distance for name, judge in judges if judge.distance}
         inputs = (t for batch in self.sample.batches for t in readable(tensors(batch)[:-1]))
         largest = max(map(largest_value, inputs), default=0.)
         if largest > _LARGE_INPUT and any(v.flagged for v in self.verdicts.values()):
@@ -171,6 +170,7 @@ class _Work:
             layers = judge.first_run.precision.rounding(self.learn.model)
             names = some(map(named, layers))
             if layers: yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
+        distances = {name: judge.distance for name, judge in judges if judge.distance}
         yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
         for name, distance in distances.items():
             if not (n := len(distance.lost)): continue
