@@ -18,7 +18,7 @@ def description(text):
     return re.sub(link, r'\1', re.sub(r'<picture>.*?</picture>\n\n|^!\[[^\n]*\n', '', text, flags=re.S | re.M))
 
 
-pages = {'Source': '', 'Issues': '/issues', 'Documentation': '/blob/main/nbs/index.md',
+pages = {'Source': '', 'Issues': '/issues', 'Documentation': '/blob/main/README.md#manual',
          'Changelog': '/blob/main/CHANGELOG.md'}
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], author=cfg['author'],

@@ -49,11 +49,12 @@ WORDS = {
         'Some layers are slower in bf16': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
         'CUDA out of memory': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
+                                            'gradient checkpointing, activation checkpointing, '
                                             'bf16 memory, increase batch size, memory usage larger with fp16',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, expected m1 and m2 to have the same dtype, autograd.Function, '
-            'mat1 and mat2, dtype mismatch, Input type, torch.cuda.HalfTensor, model.half, '
-            'Unexpected floating ScalarType',
+            'mat1 and mat2, Input dtypes must be the same, both vectors to have same dtype, dtype mismatch, '
+            'Input type, torch.cuda.HalfTensor, model.half, Unexpected floating ScalarType',
         'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, unscale error, '
                                                              'checkpoint in fp16, trainable parameters were 16-bit',
         'RuntimeError: could not create a primitive descriptor':
@@ -62,7 +63,6 @@ WORDS = {
         "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
-        "AttributeError: ... object has no attribute 'dls'": 'load_learner dict object has no attribute dls',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'to_native_fp16, difference to fastai, does to_fp16 still work, fastai to_fp16, '
@@ -145,7 +145,6 @@ WORDS = {
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'A custom loss function': 'custom loss, focal loss, loss function, BCELoss, unsafe to autocast, multi-label',
-        'Activation checkpointing': 'gradient checkpointing, activation checkpointing',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'The report for a PyTorch loop, Lightning or the Trainer':

@@ -1,6 +1,6 @@
 """Sphinx extension: what the website has and the plain Markdown files do not.
 
-The list of pages, the changelog, the guide for contributors, and `llms.txt`, an overview for language models.
+The list of pages, the text of the files at the top level, and `llms.txt`, an overview for language models.
 """
 import re
 from importlib import metadata
@@ -16,21 +16,24 @@ PAGES = {
     'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
     'Background': ['how_it_works', 'guarantees', 'evidence'],
     'Reference': ['api', *api_pages.PAGES, 'operators', 'changelog', 'contributing']}
-TOP = 'changelog', 'contributing'                                # pages whose text is a file of the top level
+TOP = {'index': 'README', 'changelog': 'CHANGELOG', 'contributing': 'CONTRIBUTING'}    # files of the top level, by page
+PICTURE = re.compile(r'<picture>.*?<img src="(.*?)".*?alt="(.*?)">\n</picture>', re.DOTALL)
+BADGES = re.compile(r'(^!\[.*\]\(https://img\.shields\.io.*\n)+\n', re.MULTILINE)
 SKIPPED = nodes.reference, nodes.title                           # whose code stays as it is
 NO_TEXT = nodes.image, addnodes.download_reference               # first in a paragraph
 TOCTREE = '\n```{{toctree}}\n:caption: {}\n:hidden:\n{}\n```\n'
 
 
 def source_read(app, docname, content):
-    "Add list of pages and description to the first one; show files of the top level; keep runs out of the search."
+    "Show files of the top level; add list of pages and description to the first page; keep runs out of the search."
+    if docname in TOP:                                           # which link to pages, and to each other, from the top
+        text = (Path(app.srcdir).parent / f'{TOP[docname]}.md').read_text(encoding='utf-8')
+        text = PICTURE.sub(r'![\2](\1)', BADGES.sub('', text)).replace('](nbs/', '](')
+        content[0] = re.sub(r'\]\((\w+)\.md\)', lambda m: f']({m[1].lower()}.md)', text)
     if docname == 'index':
         description = metadata.metadata('fastxtend_amp')['Summary']
         content[0] = f'---\nhide-toc: true\nmyst:\n  html_meta:\n    description: {description}\n---\n{content[0]}'
         content[0] += ''.join(TOCTREE.format(part, '\n'.join(names)) for part, names in PAGES.items())
-    if docname in TOP:                                           # which link to pages from the top level
-        text = (Path(app.srcdir).parent / f'{docname.upper()}.md').read_text(encoding='utf-8')
-        content[0] = text.replace('](nbs/', '](')
     if docname.startswith('benchmarks/'): content[0] = f'---\norphan: true\nnosearch: true\n---\n{content[0]}'
 
 

@@ -14,7 +14,7 @@ from nbs.benchmarks import show  # noqa: E402
 PAGES = {f: f.read_text() for f in [*sorted(ROOT.glob('*.md')), *sorted(NBS.glob('*.md'))]}
 for f in sorted(NBS.glob('*.ipynb')):
     PAGES[f] = '\n'.join(c.source for c in nbformat.read(f, 4).cells if c.cell_type == 'markdown')
-README = PAGES[ROOT / 'README.md']
+README, CONTRIBUTING = (PAGES[ROOT / f'{name}.md'] for name in ('README', 'CONTRIBUTING'))
 ENTRIES = api_pages.described()
 CODE = re.compile(r'```python\n(.*?)```', re.S)
 
@@ -44,11 +44,11 @@ def test_what_is_named_is_there_in_plain_markdown(file):
 
 
 def test_the_website_loads_nothing_from_elsewhere_and_search_leads_to_the_answer(tmp_path, monkeypatch):
-    "Built as README says, strictly: Sphinx checks its links."
+    "Built as CONTRIBUTING says, strictly: Sphinx checks its links."
     pytest.importorskip('myst_nb', reason='needs the extra docs')
     from sphinx.cmd.build import main
 
-    command = re.search(r'^python -m sphinx (-W.*) nbs/_build/html$', README, re.M)[1]
+    command = re.search(r'python -m sphinx (-W.*) nbs/_build/html', CONTRIBUTING)[1]
     monkeypatch.chdir(ROOT)
     assert main([*command.split(), str(tmp_path)]) == 0
     for file in tmp_path.rglob('*.html'):
