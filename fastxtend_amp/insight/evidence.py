@@ -42,7 +42,7 @@ def wrong_in_reference(reference: Recording, batches: object) -> str:
 
 
 def not_fp32(reference: Recording) -> str:
-    "Describe what multiplies in 16 bits in the fp32 run, or computes in 16 bits if that fails; '' for nothing."
+    "Describe what multiplies in 16 bits in the fp32 run, or if that fails what computes in 16 bits; '' for nothing."
     own = [named(m.name) + (f' ({m.half_line})' if m.half_line else '') for m in reference.modules.values()
            if m.half_line or (m.is_half and reference.not_finite)]
     verb = 'computes' if len(own) == 1 else 'compute'

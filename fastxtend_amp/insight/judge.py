@@ -100,7 +100,7 @@ class Judge:
     # -- something is flagged, or the run failed
 
     def _remedy(self, run, harmed):
-        "First lower the loss scale, then keep flagged modules, then any that help; False if there is nothing left."
+        "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
         is_backward = run.not_finite == 'gradient' and not (harmed or run.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
         new = self._can_be_kept(harmed, run)
@@ -158,7 +158,7 @@ class Judge:
     # -- nothing is flagged any more
 
     def _scales(self, run):
-        "Return the range of loss scales, by what was computed and tried, and where to start if the first is outside."
+        "Return the range of loss scales that work, and where to start if the first one is outside or close to its end."
         is_trained = any(m.grad for m in run.reference.modules.values())         # not in evaluation
         if not is_trained or not self.kind.scales_loss or self.sample.is_small: return None, None
         least, most = loss_scales(run)

@@ -111,7 +111,7 @@ class Operation:
         return [(users_line(), self.name, c) for c in map(_constant, self.args) if is_lost(c)]
 
     def needs(self, constant, out, fp32): # `fp32`: `out`, in fp32 if known
-        "Return whether a constant bounds results, or is added to values near 0, and is lost."
+        "Return whether results depend on a lost constant: it bounds some, or is added to values near 0."
         limit = as_dtype(constant, out.dtype)
         operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
         if not self.name.startswith(operators): return False
@@ -128,7 +128,7 @@ def _constant(x): # 0 for what is none
 
 @dataclass
 class Frame:
-    "A running call of a module."
+    "A running call of a module, with what is known of the tensors in it."
     record: ModuleRecord
     precision: Precision
     twins: Twins = field(default_factory=Twins)
@@ -169,14 +169,14 @@ class Frame:
         if out.dtype in HALF: record.largest_half, record.is_half = max(record.largest_half, largest), True
 
     def _record_failure(self, out, fp32, was_finite):
-        "Record whether NaN or inf is new, where the result in fp32 is finite and more than a mask, or came in."
+        "Record whether NaN or inf began here, as the result in fp32 is finite and more than a mask, or came in."
         if fp32 is out: is_new = was_finite
         else: is_new = largest_value(fp32) > 0 and n_nan_or_inf(out[fp32.isfinite()]) > 0
         self.record.failed |= is_new
         self.record.is_after |= not is_new
 
     def _record_product(self, operation, out):
-        "Record the line of a product in 16 bits that the fp32 run should not have, or that undoes a cast to fp32."
+        "Record the line of a 16-bit product in the fp32 run, and of one whose inputs were cast to fp32."
         record, has_half, was_float = self.record, operation.has_half, operation.reads(self.floats)
         if operation.name == '_to_copy' and (was_float or (has_half and out.dtype is torch.float32)):
             self.floats[address(out)] = out
