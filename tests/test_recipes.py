@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from fastxtend_amp import *
 from fastxtend_amp.precisions import PRECISIONS
-from helpers import OPTIMIZERS, Attentive, dataset, errors_of, finite, learner, linear, loaders, mixed, mlp, params
-from helpers import same, spoil_at
+from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, params, same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
 BLOCKS = re.findall(r'```python\n(.*?)```', (NBS / 'recipes.md').read_text(), re.S)
@@ -150,21 +149,6 @@ def test_the_report_on_a_loop_without_a_learner():
     assert finite_in_fp16 == [False, True]
 
 
-WRONG_BATCHES = {
-    'a learner': lambda: precision_report('a learner', [], F.mse_loss),
-    'no batch': lambda: precision_report(linear(), [], F.mse_loss),
-    'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
-    'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
-    'no target, in the second': lambda: precision_report(linear(), [*loaders().train][:1] + [(1,)], F.mse_loss),
-    'a class': lambda: precision_report(linear(), loaders().train, nn.MSELoss),
-    'no labels': lambda: precision_report(OwnLoss(), [{'x': torch.randn(4, 6)}]),
-}
-
-
-def test_wrong_batches_and_losses(expected):
-    assert errors_of(WRONG_BATCHES) == expected('any_loop')
-
-
 def test_models_of_transformers_and_lightning():
     transformers = pytest.importorskip('transformers')
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
@@ -176,14 +160,6 @@ def test_models_of_transformers_and_lightning():
     module = pytest.importorskip('lightning').LightningModule()
     module.net, module.forward = linear(), lambda x: module.net(x)
     assert precision_report(module, loaders().train, F.mse_loss).verdicts['bf16'].call == 'bf16'
-
-
-def test_16_bit_weights_and_inputs_are_compared_as_fp32_and_the_order_of_batches_stays():
-    loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
-    model, batches = mlp().bfloat16(), ((x.bfloat16(), y.bfloat16()) for x, y in loader)
-    state = torch.get_rng_state()
-    verdict = precision_report(model, batches, F.mse_loss, precisions='bf16').verdicts['bf16']
-    assert verdict.verdict == 'safe so far' and verdict.error > 0 and torch.equal(state, torch.get_rng_state())
 
 
 # -- the files that the pages link to

@@ -43,7 +43,7 @@ def support(monkeypatch, sleeps):
 def losses_of(learn, n_epoch, *args):
     "Train it by `fit`; return the loss of each step."
     seen = []
-    learn.fit(n_epoch, *args, cbs=At('after_batch', lambda l: seen.append(l.loss.item()) if l.training else None))
+    learn.fit(n_epoch, *args, cbs=At('after_batch', lambda l: l.training and seen.append(l.loss.item())))
     return seen
 
 
@@ -231,7 +231,7 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the m
     'both are far slower': (dict(bf16=0.1, fp16=0.05), {}, dict(max_seconds=60)),
     'no time': ({}, {}, dict(precisions='bf16', max_seconds=1e-9)),
     'many steps': (dict(bf16=1.5), dict(step=0.02), dict(precisions='bf16', n_steps=2000, max_seconds=3)),
-    'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(precisions='bf16', n_steps=40, max_seconds=60)),
+    'steps of 6 seconds': (dict(bf16=1.89), dict(step=6), dict(precisions='bf16', max_seconds=60)),
     'undecided, with steps of 2 seconds': (
         dict(bf16=0.8),
         dict(step=2.0, noise=0.3),
@@ -363,7 +363,7 @@ def test_text_and_plot(expected):
         r.apply(learn, 'tf32')
     curves, bars = r.plot()
     assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', *r.losses]
-    assert len(curves.lines) == 3 + 3 and [t.get_text() for t in bars.texts[:2]] == ['1.00', '12.34']
+    assert len(curves.lines) == 6 and [t.get_text() for t in bars.texts[:2]] == ['1.00', '12.34']
     plt.close('all')
 
 
@@ -439,10 +439,9 @@ def test_the_learner_is_not_modified_but_for_its_precision():
     before = bits(learn)
     with pytest.raises(KeyboardInterrupt):
         learn.to_amp(measure=True)
-    assert bits(learn) == before and learn.precision_decision is None
+    assert bits(learn) == before
     interrupts = False
     after = bits(learn.to_amp(measure=True))
-    assert learn.mixed_precision.amp_mode == 'bf16'
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {'cbs', 'mixed_precision', 'precision_decision'}
 

@@ -1,0 +1,31 @@
+"`precision_report` without a learner: its errors, and what it leaves as it was. tests/test_recipes.py has loops."
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastxtend_amp import precision_report
+from helpers import dataset, errors_of, linear, loaders, mlp
+
+WRONG = {
+    'a learner': lambda: precision_report('a learner', [], F.mse_loss),
+    'no batch': lambda: precision_report(linear(), [], F.mse_loss),
+    'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
+    'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
+    'a tensor': lambda: precision_report(linear(), [torch.randn(4, 6)], F.mse_loss),
+    'no target, in the second': lambda: precision_report(linear(), [*loaders().train][:1] + [(1,)], F.mse_loss),
+    'a class': lambda: precision_report(linear(), loaders().train, nn.MSELoss),
+    'no labels': lambda: precision_report(linear(), [{'input': torch.randn(4, 6)}]),
+}
+
+
+def test_wrong_batches_and_losses(expected):
+    assert errors_of(WRONG) == expected('any_loop')
+
+
+def test_16_bit_weights_and_inputs_are_compared_as_fp32_and_the_order_of_batches_stays():
+    loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
+    model, batches = mlp().bfloat16(), ((x.bfloat16(), y.bfloat16()) for x, y in loader)
+    state = torch.get_rng_state()
+    verdict = precision_report(model, batches, F.mse_loss, precisions='bf16').verdicts['bf16']
+    assert verdict.verdict == 'safe so far' and verdict.error > 0 and torch.equal(state, torch.get_rng_state())
