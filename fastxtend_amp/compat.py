@@ -42,7 +42,11 @@ def autocast_restored(device_type: str) -> Iterator[None]:
         for setter, *values in settings: setter(*values)
 
 
-def around_backward(loss: torch.Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+def around_backward(
+    loss: torch.Tensor,
+    before: Callable[[], None],
+    after: Callable[[], None],
+) -> None:
     """Call `before` when a backward pass from `loss` begins, and `after` when all gradients are there.
 
     Relies on `queue_callback` of autograd's engine (since 0.4), as DDP and FSDP2 do, whose callbacks have to run before

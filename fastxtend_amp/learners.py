@@ -27,7 +27,9 @@ def training_device(learn: Learner) -> torch.device:
 
 def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
     "Return the parameters of `opt`, each once; none for None."
-    return [] if opt is None else [*{id(p): p for params in opt.param_lists for p in params}.values()]
+    if opt is None: return []
+    by_id = {id(p): p for params in opt.param_lists for p in params}
+    return [*by_id.values()]
 
 
 def inner_optimizer(opt: Any) -> Any: # Of fastai or torch, or one around it, as `Lookahead` is; None for None
@@ -65,8 +67,9 @@ def is_dtensor(t: object) -> bool:
 
 def largest_gradient(params: Iterable[Any]) -> float: # Parameters with gradients; 0 if they have no numbers
     "Return the largest absolute gradient, of all shards. It synchronizes."
-    whole = (p.grad.full_tensor() if is_dtensor(p.grad) else p.grad for p in params)
-    return max((float(g.to_dense().abs().max()) for g in whole if g.numel()), default=0.)
+    grads = (p.grad for p in params if p.grad.numel())
+    whole = (g.full_tensor() if is_dtensor(g) else g.to_dense() for g in grads)
+    return max((float(g.abs().max()) for g in whole), default=0.)
 
 
 def is_sharded(model: nn.Module) -> bool:

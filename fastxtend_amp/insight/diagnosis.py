@@ -1,4 +1,5 @@
 "The cause of a failure in 16 bits, which a second run of the batch on a copy shows, and the remedy, with 'fix'."
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from fastai.learner import Learner
 
 from ..messages import warn_user
 from ..precisions import Precision, fastest_native
-from ..training.callback import MixedPrecision
+from ..training.callback import MixedPrecision, Watcher
 from ..training.fit import check_parallel
 from ..training.loop import precision_callback
 from .calls import advised
@@ -41,11 +42,18 @@ class Alarm:
         return f'{self.kind.name} training failed: {self.what} (batch {self.step:,}{scale}).'
 
 
+class Remedy(NamedTuple):
+    "The change that 'fix' makes."
+    kind: type[Precision]
+    fp32_modules: Iterable[str] = ()         # besides those of the learner
+    init_scale: float | None = None          # None: the present one
+
+
 class Diagnosis(NamedTuple):
     "The cause of a failure, and what to try."
     advice: str
     cause: str
-    remedy: tuple = () # What 'fix' applies: precision, modules in fp32, loss scale; () if nothing helps
+    remedy: Remedy | None = None             # None if nothing helps
 
     def __str__(self): return '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (self.advice, self.cause))
 
@@ -86,7 +94,7 @@ def _run_again(
     bad, # What is not finite in the batch itself
 ):
     "Run the batch forward and backward, in fp32 and in the precision."
-    def diagnosis(advice, cause, *remedy):
+    def diagnosis(advice, cause, remedy=None):
         return Diagnosis(advice, f'Re-running that batch with the same random numbers: {cause}', remedy)
 
     cb, kind = precision_callback(learn), alarm.kind
@@ -95,26 +103,26 @@ def _run_again(
         return diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         return diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
-                         Precision, (), None)
+                         Remedy(Precision))
     largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
     if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
         failed = [kind.name, *(fix.precision for fix in cb.fixes)]
-        remedy: tuple = fastest_native(cb.fit.device, failed), (), None
-        return diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, *remedy)
-    remedy = kind, verdict.modules, verdict.init_scale
+        remedy = Remedy(fastest_native(cb.fit.device, failed))
+        return diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, remedy)
+    remedy = Remedy(kind, verdict.modules, verdict.init_scale)
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))
-        return diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, *remedy)
+        return diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, remedy)
     if alarm.what == ODD: return None
     if judge.scale == alarm.scale:
         return diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time loss and gradients are finite in {kind.name}')
     return diagnosis(f'Start lower: `{verdict.call}`',
                      f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
-                     f'{judge.scale:,.9g} they do not', *remedy)
+                     f'{judge.scale:,.9g} they do not', remedy)
 
 
 # -- on_overflow='fix'
@@ -129,7 +137,7 @@ class Fix(NamedTuple):
 def fix(
     cb: MixedPrecision,
     alarm: Alarm,
-    remedy: tuple, # Of its diagnosis
+    remedy: Remedy | None, # Of its diagnosis
 ) -> bool: # False without a remedy, if the user's own change waits already, or with nn.DataParallel
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
     learn = cb.learn
@@ -144,8 +152,7 @@ def fix(
         cb.close(failed=True)
         learn.opt.zero_grad()
         if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
-        *_, init_scale = remedy
-        if not init_scale: new.load_state_dict(cb.state_dict())
+        if not remedy.init_scale: new.load_state_dict(cb.state_dict())
         cb.precision = new
 
     cb.at_batch_end(switch)
@@ -154,7 +161,7 @@ def fix(
     return True
 
 
-class FixedEvaluation:
+class FixedEvaluation(Watcher):
     """Results of `validate`, `get_preds`, `predict` and `tta` in fp32, where 16 bits fail, with `on_overflow='fix'`.
 
     A batch with NaN or inf runs again in fp32, on a copy. If loss and predictions are finite there, they count, in
@@ -163,8 +170,6 @@ class FixedEvaluation:
     """
     n_replaced = 0                                               # of this call, or this epoch of a fit
     diagnosis: Any = None                                        # of the first
-
-    def __init__(self, cb: MixedPrecision): self.cb = cb
 
     def before_epoch(self): self.n_replaced = 0                  # once for `tta`, with several validations
 

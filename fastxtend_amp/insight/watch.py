@@ -10,7 +10,7 @@ from ..messages import warn_user
 from ..precisions import Precision
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
-from ..training.callback import MixedPrecision
+from ..training.callback import Watcher
 from .copies import several_processes
 from .diagnosis import ODD, Alarm, diagnose, fix
 from .random_states import torch_generators
@@ -38,7 +38,7 @@ class Watched:
         self.generators = torch_generators()
 
 
-class Watch:
+class Watch(Watcher):
     """The watch over the fits of a precision callback: it detects failed training and reports the cause, once per fit.
 
     While all goes well nothing here waits for an accelerator: it reads the losses that fastai's Recorder has fetched,
@@ -46,8 +46,7 @@ class Watch:
 
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
-    def __init__(self, cb: MixedPrecision): # It calls the events after its own
-        self.cb, self.n_fixes = cb, 0                            # in this fit
+    n_fixes = 0                                                  # in this fit
 
     @property
     def watched(self):
@@ -83,21 +82,24 @@ class Watch:
         if not watched.on_cpu: self._check_recorded()
         watched.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), watched.random_state
         if (loss := newest_loss(learn)) is None: return
-        if watched.first_loss is not None and not watched.on_cpu: return
+        if watched.first_loss is None: watched.first_loss = loss.detach().mean()
+        if not watched.on_cpu: return
         with torch._C.DisableTorchFunctionSubclass():            # fastai's class would take ten times as long
-            if watched.first_loss is None or loss.dim(): loss = loss.detach().mean()
-            if watched.first_loss is None: watched.first_loss = loss
-            if watched.on_cpu: self._check_loss(watched, loss.item())
+            value = (loss.detach().mean() if loss.dim() else loss).item()
+        self._check_loss(watched, value)
 
     def after_step(self):
         "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."
-        watched = self.watched
-        if not (watched and watched.batch and (scaling := self.cb.fit.scaling) and scaling.skips_in_a_row): return
-        if scaling.skips_in_a_row >= self.cb.max_skips:
-            return self._alarm(f'{scaling.skips_in_a_row:,} steps in a row were skipped', skipped=True)
+        watched, history = self.watched, self.cb.history
+        if not (watched and watched.batch and (scaling := self.cb.fit.scaling)): return
+        # What the device has decided is known once it has been read.
+        if scaling.found_inf is not True and (history.unread or scaling.found_inf is False): return
+        if not (n := history.skips_in_a_row()): return
+        scale = history.scales[-1]
+        if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
         if not scaling.is_skip_odd: return
         watched.n_odd += 1
-        if watched.n_odd.bit_count() == 1: self._alarm(ODD, skipped=True)
+        if watched.n_odd.bit_count() == 1: self._alarm(ODD, scale)
 
     def after_train(self):
         "Look at steps that the device has skipped, and at losses that it has computed."
@@ -116,7 +118,8 @@ class Watch:
                   'to batch.')
         if far := _divergence(watched, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
         watched.has_said = True
-        self._say(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
+        name = self.cb.fit.precision.name
+        self._warn_or_raise(f'{name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
     def _check_recorded(self):
         "Look at the loss that the Recorder has read, off the CPU; in distributed runs it is the mean of all processes."
@@ -125,26 +128,22 @@ class Watch:
         if losses and watched and watched.batch and not watched.on_cpu: self._check_loss(watched, float(losses[-1]))
 
     def _check_loss(self, watched, loss):
-        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}')
+        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', self.cb.learn.scaler.get_scale())
         watched.last_loss = loss
         if 'lr_finder' in vars(self.cb.learn): self.cb.fit.watched = None        # it ends where training fails
 
-    def _alarm(self,
-        what,
-        skipped=False, # Whether it is about the newest step, whose scale is known
-    ):
+    def _alarm(self, what, scale): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
         learn, watched, cb = self.cb.learn, self.watched, self.cb
-        scale = cb.scales[-1] if skipped else learn.scaler.get_scale()      # of the step itself
         alarm = Alarm(what, cb.precision.kind, scale, *watched.batch)
         diagnosis = diagnose(learn, alarm, _divergence(watched, learn.model))
         if not diagnosis: return                                 # the loss scale explains it
-        cb.fit.has_warned, cb.fit.watched = True, None           # first: between batches `fix` closes the fit
+        cb.fit.watched = None                                    # first: between batches `fix` closes the fit
         is_fixed = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES and fix(cb, alarm, diagnosis.remedy)
         if is_fixed: self.n_fixes += 1
-        else: self._say(f'{alarm.happened}\n{diagnosis}')
+        else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
 
-    def _say(self, message):
+    def _warn_or_raise(self, message):
         if self.cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
 
@@ -169,10 +168,8 @@ def _norm(model):
 
 # -- mistakes
 
-class UnusedModules:
+class UnusedModules(Watcher):
     "Warns, after the first training batch, of modules in `fp32_modules` whose forward did not run."
-    def __init__(self, cb: MixedPrecision): self.cb = cb
-
     def after_batch(self) -> None:
         "Look at the modules, once: later batches do not pass here."
         cb, fit = self.cb, self.cb.fit
@@ -185,10 +182,8 @@ class UnusedModules:
                       f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")
 
 
-class ErrorNote:
+class ErrorNote(Watcher):
     "Adds to PyTorch's errors about dtypes, oneDNN's about an LSTM, and those of anomaly detection, what to do."
-    def __init__(self, cb: MixedPrecision): self.cb = cb
-
     def after_failure(self, error: BaseException) -> None:
         "Add a note to `error`, with Python 3.11 or newer."
         fit = self.cb.fit

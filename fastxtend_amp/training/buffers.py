@@ -41,5 +41,6 @@ class Buffers:
         for b in chain.from_iterable(map(dict.values, self.owners)):
             if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
             is_number = b.is_floating_point() and b.element_size() > 1   # 8-bit formats have few operators
-            if is_number and b.is_contiguous() and b.numel() < _LARGE: found[b.device, b.dtype, b.shape].append(b.data)
+            if not (is_number and b.is_contiguous() and b.numel() < _LARGE): continue
+            found[b.device, b.dtype, b.shape].append(b.data)
         return found

@@ -30,9 +30,14 @@ from .fit import Fit
 from .history import StepHistory
 from .scaling import Scaling
 
-WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes an object with events of its own, or None
+WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes a `Watcher`, or None
 _EVENTS = (*_events, 'after_open', 'after_failure')              # for watchers: a fit has begun, or raised an exception
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
+
+
+class Watcher:
+    "An object whose events run after those of a precision callback."
+    def __init__(self, cb: MixedPrecision): self.cb = cb
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -130,16 +135,16 @@ class MixedPrecision(fp16.MixedPrecision):
 
         It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
         """
-        only_skips = self.precision.kind is not Precision and self.history.read()
+        only_skips = self.precision.kind is not Precision and self.history.read().scales
         return self.state_dict().get('scale', 1. if only_skips else None)
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted step, except in `lr_find`."
-        return [*map(abs, self.history.read())]
+        return [*self.history.read().scales]
     @property
     def skips(self) -> list[bool]:
         "For each of `scales`, True if the step was skipped."
-        return [*self.history.skips()]
+        return [*self.history.read().skips]
     @property
     def skipped(self) -> bool:
         "True if the latest step was skipped; known from `before_step` (order > 10) on. May synchronize."
@@ -162,7 +167,7 @@ class MixedPrecision(fp16.MixedPrecision):
     ) -> torch.Tensor: # To call `.backward()` on
         "Return `loss` times the loss scale, in a training batch with loss scaling; otherwise `loss` itself."
         if scaling := self._scaling:
-            scaling.compares_gradients = False                   # its backward pass adds to scaled ones
+            scaling.versions = None                              # its backward pass adds to scaled ones
             loss = scaling.scale_loss(loss)
         return loss
 
@@ -223,8 +228,10 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def _set_watchers(self, watchers: list[Any]) -> None:
         "Set the watchers, and find the methods of each event, here and then in them."
-        self.watchers, found = watchers, (self, *watchers)
-        self.methods = {event: [getattr(x, event) for x in found if hasattr(type(x), event)] for event in _EVENTS}
+        self.watchers, all_of_us = watchers, (self, *watchers)
+        self.methods = {}
+        for event in _EVENTS:
+            self.methods[event] = [getattr(x, event) for x in all_of_us if hasattr(type(x), event)]
 
     def unwatch(self, watcher: Any) -> None:
         "Call no more events of `watcher`."
@@ -237,7 +244,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def before_train(self):
         "Remember where the epoch begins, for `SkippedStepsMetric`."
-        self.history.epoch_start = len(self.history.read())
+        self.history.epoch_start = len(self.history.read().scales)
 
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
@@ -271,7 +278,8 @@ class MixedPrecision(fp16.MixedPrecision):
         "Exit autocast, and convert the loss to fp32."
         self.parts[-1].close()
         loss, learn = newest_loss(self.learn), self.learn
-        if loss is not None and is_half(loss): learn.loss, learn.loss_grad = learn.loss.float(), loss.float()
+        if loss is not None and is_half(loss):
+            learn.loss, learn.loss_grad = learn.loss.float(), loss.float()
 
     def before_backward(self):
         "Scale the loss."
@@ -281,7 +289,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
         if not (scaling := self.fit.scaling): return
         scaling.unscale()
-        if scaling.host_skips: raise CancelStepException
+        if scaling.found_inf is True: raise CancelStepException
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."
@@ -299,11 +307,11 @@ class MixedPrecision(fp16.MixedPrecision):
 
     def after_train(self):
         "Read what the device has decided in this epoch. Fastai's Recorder synchronizes here anyway."
-        if scaling := self._scaling: scaling.read()
+        self.history.read()
 
     def after_fit(self):
         "End the fit. Callbacks of a higher order may now load weights. A validation inside the fit ends nothing."
         if self.fit is None or len(self.parts) > 1 or self.in_batch: return
-        is_silent = self.on_overflow == 'ignore' or self.fit.has_warned
-        if self.fit.scaling and not is_silent and (message := self.fit.scaling.skip_message()): warn_user(message)
+        scaling = self.fit.watched and self.fit.scaling          # unless a failure has been reported
+        if scaling and (message := scaling.skip_message()): warn_user(message)
         self.close()

@@ -42,12 +42,12 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
             stack.enter_context(patch.object(opt, 'state_dict', lambda: {**of_optimizer(), **states}))
         path = join_path_file(file, self.path/self.model_dir, ext='.pth')
         if path is file or rank_distrib(): return original(self, file, **kwargs)   # a file object, or no writing
-        whole = path.resolve()                                   # what a link points to
-        with TemporaryDirectory(dir=whole.parent) as folder:
+        target = path.resolve()                                  # what a link points to
+        with TemporaryDirectory(dir=target.parent) as folder:
             original(self, Path(folder, 'part'), **kwargs)       # fastai appends '.pth'
             part = Path(folder, 'part.pth')
-            if whole.exists(): copymode(whole, part)
-            part.replace(whole)
+            if target.exists(): copymode(target, part)
+            part.replace(target)
     return path
 
 
@@ -62,23 +62,19 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
         cb.close()                                               # converts weights that are bf16 in a fit to fp32
         self.model.to(training_device(self))                     # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
-    if kwargs.get('with_opt') is not False: loaded_states(self).clear()     # of an earlier file
+    with_opt = kwargs.get('with_opt')
+    if args and isinstance(self, TextLearner): with_opt = args[0]     # whose `load` has `device` after it
+    if with_opt is not False: loaded_states(self).clear()        # of an earlier file
     of_optimizer = self.opt.load_state_dict
 
     def load_state_dict(state: Any) -> None:
-        if kwargs.get('with_opt') is False: return               # which `TextLearner.load` ignores
+        if with_opt is False: return                             # which `TextLearner.load` ignores
         states = {cls.state_key: state[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in state}
         if cb is not None: cb.load_state_dict(states.pop(cb.precision.state_key, None))
         if states: self.loaded_precision = states
         of_optimizer(state)
 
     with patch.object(self.opt, 'load_state_dict', load_state_dict): return original(self, file, *args, **kwargs)
-
-
-def load_text(original: Callable, self: TextLearner, file: Any, with_opt: Any = None, device: Any = None,
-              **kwargs: Any) -> Learner:
-    "Call `load` for `TextLearner.load`, which has one more argument."
-    return load(original, self, file, with_opt=with_opt, device=device, **kwargs)
 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
@@ -136,6 +132,5 @@ def wrap_method(
 
 
 wrap_method(Learner, 'save', save)
-wrap_method(Learner, 'load', load)
-wrap_method(TextLearner, 'load', load_text)
+for cls in (Learner, TextLearner): wrap_method(cls, 'load', load)
 wrap_method(Learner, 'export', export)

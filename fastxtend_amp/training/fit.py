@@ -22,8 +22,7 @@ class Fit(ExitStack):
     model: Any = None                                            # the one that `model_contexts` are open for
     scaling: Scaling | None = None                               # None without loss scaling
     is_training = False                                          # True from the first training batch on
-    watched: Any = None                                          # what the watch keeps, while it watches
-    has_warned = False                                           # whether a failure was reported
+    watched: Any = None                                          # what the watch keeps, until it reports a failure
     casts: Any = None                                            # model and weights whose casts autocast keeps
 
     def __init__(self, cb: Any): # A `MixedPrecision`
@@ -47,7 +46,7 @@ class Fit(ExitStack):
         self.model_contexts.close()
         for context in self.precision.around_fit(model): self.model_contexts.enter_context(context)
         self.model = model
-        if self.scaling is not None and self.is_training: self.scaling.buffers.look_at(model)
+        if self.scaling and self.is_training: self.scaling.buffers.look_at(model)
 
     def begin_training(self) -> None:
         "Prepare and check what only training needs, before the first training batch."
@@ -57,25 +56,25 @@ class Fit(ExitStack):
         self.precision.check_training(self.learn)
         warn_of_emulation(self.learn, self.precision, self.device)
         for context in self.precision.around_training(self.learn): self.enter_context(context)
-        if self.scaling is not None: self.scaling.buffers.look_at(self.model)
+        if self.scaling: self.scaling.buffers.look_at(self.model)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."
         backward()
-        if self.scaling is not None: self.scaling.note_gradients()
+        if self.scaling: self.scaling.note_versions()
 
     def run_step(self, step: Callable[[], object]) -> None:
         "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
-        if self.scaling is not None:
+        if self.scaling:
             self.scaling.end_pass()
-            if self.scaling.host_skips: raise CancelStepException()
+            if self.scaling.found_inf is True: raise CancelStepException
         self.precision.step(self.learn, step)
 
     def end(self, failed: bool) -> None:
         "Exit all contexts. With loss scaling, a failure in training zeroes the gradients."
         vars(self.learn).pop('scaler', None)
         with self:
-            if self.scaling is not None: self.scaling.end(failed and self.is_training)
+            if self.scaling: self.scaling.end(failed and self.is_training)
 
     def clear_old_casts(self) -> None:
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."

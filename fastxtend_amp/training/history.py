@@ -1,8 +1,7 @@
-"The history of optimizer steps: their loss scales, and which were skipped."
+"The history of optimizer steps: their loss scales, which were skipped, and the scale of the next."
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -10,28 +9,57 @@ import torch
 _READ_EVERY = 512  # steps between two reads
 
 
-class StepHistory(list):
-    "The loss scale of each attempted optimizer step, negative if it was skipped. `read` adds the newest."
-    epoch_start = 0                                              # steps in the history when the epoch began
+class StepHistory:
+    """The loss scale of each attempted optimizer step, whether it was skipped, and the scale of the next one.
 
-    def __init__(self): self.unread = list[torch.Tensor]()       # may be on the device
+    The device may decide what is skipped, and the host knows what it has read. All methods read but `add`.
+    """
+    fit_start = epoch_start = 0                                  # steps before the newest fit, and before its epoch
+    next_scale: Any = None                                       # a tensor, 0-dim, which does not change
+    known_scale: float                                           # the newest one that the host knows
 
-    def __getstate__(self) -> dict[str, Any]: return vars(self.read())
+    def __init__(self):
+        self.scales, self.skips = list[float](), list[bool]()    # of the steps that were read
+        self.unread = list[tuple[torch.Tensor, Any]]()           # the same of later ones, maybe on the device
+
+    def __getstate__(self) -> dict[str, Any]: return {**vars(self.read()), 'next_scale': None}
+
+    def begin_fit(self,
+        next_scale: torch.Tensor, # Of the first step
+        known_scale: float, # The same on the host
+    ) -> None:
+        "Begin a fit."
+        self.fit_start = len(self.read().scales)
+        self.next_scale, self.known_scale = next_scale, known_scale
 
     def add(self,
-        scale: torch.Tensor, # 0-dim; it does not change
         skipped: bool | torch.Tensor, # A flag, 0-dim: 1 if the step was skipped
+        next_scale: torch.Tensor, # Of the step after this one
     ) -> None:
         "Add a step. Synchronizes with an accelerator once in 512 steps."
-        self.unread.append(scale if skipped is False else scale * (1 - 2 * skipped))
+        self.unread.append((self.next_scale, skipped))
+        self.next_scale = next_scale
         if len(self.unread) == _READ_EVERY: self.read()
 
     def read(self) -> StepHistory: # Itself
-        "Move pending entries to the host; this synchronizes with the device."
-        if self.unread: self += torch.stack(self.unread).tolist()
-        self.unread = []
+        "Move what is unread to the host; this synchronizes with the device, once."
+        if self.unread:
+            signed = [scale if skipped is False else scale * (1 - 2 * skipped) for scale, skipped in self.unread]
+            *signed, self.known_scale = torch.stack([*signed, self.next_scale]).tolist()
+            self.scales += map(abs, signed)
+            self.skips += (scale < 0 for scale in signed)
+            self.unread = []
         return self
 
-    def skips(self, start: int = 0) -> Iterator[bool]:
-        "Iterate over the steps from `start` on: whether each was skipped."
-        return (scale < 0 for scale in islice(self.read(), start, None))
+    def skips_in_a_row(self) -> int:
+        "Return how many of the fit's newest steps were skipped."
+        return sum(takewhile(bool, reversed(self.read().skips[self.fit_start:])))
+
+    def highest_good(self) -> float:
+        "Return the highest loss scale of a step of the fit that was not skipped; 0 if all were."
+        steps = islice(zip(self.read().scales, self.skips), self.fit_start, None)
+        return max((scale for scale, skipped in steps if not skipped), default=0.)
+
+    def forget_fit(self) -> None:
+        "Remove the steps of the fit."
+        del self.read().scales[self.fit_start:], self.skips[self.fit_start:]

@@ -62,7 +62,12 @@ def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> N
     if cb.waiting and not cb.in_batch: cb.do_waiting()
 
 
-def run_outermost(learn: Learner, cb: MixedPrecision | None, event_type: str, run: Callable[[], None]) -> None:
+def run_outermost(
+    learn: Learner,
+    cb: MixedPrecision | None, # The learner's
+    event_type: str,
+    run: Callable[[], None], # Runs the part
+) -> None:
     "Run the outermost part, in which a precision may be set or exchanged. Without one each part counts as outermost."
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
         warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "

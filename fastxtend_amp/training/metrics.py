@@ -34,7 +34,7 @@ class SkippedStepsMetric(PrecisionMetric):
     @property
     def value(self) -> int:
         history = self.cb.history if self.cb else StepHistory()
-        return sum(history.skips(history.epoch_start))
+        return sum(history.read().skips[history.epoch_start:])
 
 
 @patch

@@ -14,7 +14,6 @@ import math
 from collections import defaultdict
 from enum import Enum
 from functools import reduce
-from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -48,38 +47,30 @@ class Scaling:
     its end, or zeroed after an exception and if one is not finite.
     """
     def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
-        owner = _OWNERS.setdefault(scaler, ref(cb))()
-        if owner is not cb and owner is not None and owner.learn is not None:
+        owner = _OWNERS.get(scaler, ref(cb))()
+        if getattr(owner, 'learn', None) not in (None, cb.learn):
             raise ValueError('This `scaler` belongs to another learner, with which it would share the loss scale. '
                              'Create one for each learner.')
         _OWNERS[scaler] = ref(cb)
         state = scaler.state_dict()
         self.scaler, self.device, self.learn, self.history = scaler, device, cb.learn, cb.history
-        self.first_step = len(self.history.read())               # of this fit, in the history
         self.before_lr_find = state if 'lr_finder' in vars(self.learn) else {}
         self.buffers = Buffers()
         # The scale.
         scaler.scale(torch.ones((), device=device))              # puts it on the device
-        self.scale = self._copied_scale()                        # at which the next step is made
+        self.history.begin_fit(self._copied_scale(), state['scale'])
         self.tracker = state['_growth_tracker']                  # counts as `GradScaler` does, without synchronizing
         self.first_scale = cb.precision.first_scale
         self.low = min(1., self.first_scale)                     # a lower one is due to skips: see `_mend_scale`
+        self.has_warned = False                                  # of a lower one
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
         self.passes: list[Any] = []                              # backward passes, as optimizers: see `_divide`
         self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
-        self.found_inf: bool | torch.Tensor = False              # a tensor if a fused optimizer skips the step
-        self.largest = math.inf                                  # gradient before anybody clips, where the scale is low
-        self.compares_gradients = state['scale'] != 1            # in the first step, to find who changes scaled ones
-        self.versions: list[tuple[int, int]] = []                # of the gradients after the newest backward pass
-        # What the host knows.
-        self.skips_in_a_row = 0                                  # up to the newest step
-        self.is_low, self.has_warned = state['scale'] < self.low, False
-
-    @property
-    def host_skips(self) -> bool:
-        "True if the host has to skip this step."
-        return self.found_inf is True
+        self.found_inf: bool | torch.Tensor = False              # True: the host skips the step; a tensor: the device
+        self.largest = math.inf                                  # gradient of a good step where the scale is low
+        # Of the gradients after a backward pass, in the first step: shows who changes scaled ones.
+        self.versions: list[tuple[int, int]] | None = None if state['scale'] == 1 else []
 
     @property
     def in_step(self) -> bool: return self.gradients in (Gradients.IN_STEP, Gradients.IN_PASS)
@@ -113,23 +104,26 @@ class Scaling:
         self._divide(self._params())
         self.gradients = Gradients.IN_STEP
 
-    def note_gradients(self) -> None:
+    def note_versions(self) -> None:
         "In the first step, record the versions of the gradients after a backward pass."
-        if self.compares_gradients: self.versions = _versions(self._params())
+        if self.versions is not None: self.versions = _versions(self._params())
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         self.found_inf = False
         if self.gradients is not Gradients.SCALED or not (params := self._params()): return
-        if self.compares_gradients and self.versions not in ([], _versions(params)): warn_of_early_changes(self.learn)
-        self.compares_gradients = False
-        on_device = not self.is_low and skips_on_device(self.learn.opt, params)        # the host mends a low scale
+        if self.versions and self.versions != _versions(params): warn_of_early_changes(self.learn)
+        self.versions = None
+        is_low = self.history.known_scale < self.low             # which the host mends
+        on_device = not is_low and skips_on_device(self.learn.opt, params)
         self.fused = self.learn.opt.opt if on_device else None
         self.gradients = Gradients.IN_STEP
         self._divide(params)
-        self.largest = largest_gradient(params) if self.is_low and not self.found_inf else math.inf
+        # Before anybody clips.
+        self.largest = largest_gradient(params) if is_low and not self.found_inf else math.inf
 
-    def _params(self) -> list[Any]: return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
+    def _params(self) -> list[Any]:
+        return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
 
     def _multiply(self) -> None:
         grads = defaultdict(list)
@@ -153,15 +147,13 @@ class Scaling:
             return
         if self.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
         self.buffers.repair(self.found_inf)
-        self.history.add(self.scale, self.found_inf)
         self._end_step()
         self.tracker += 1
+        next_scale = self.history.next_scale
         if self.found_inf is not False or self.tracker == self.scaler.get_growth_interval():
-            self.scale, self.tracker = self._copied_scale(), 0
-        if not self.history.unread: self.read()                  # once in 512 steps
-        elif isinstance(self.found_inf, bool): self.skips_in_a_row = (self.skips_in_a_row + 1) * self.found_inf
-        else: self.skips_in_a_row = 0                            # not known until the next `read`
-        if isinstance(self.found_inf, bool) and (self.found_inf or self.is_low): self._mend_scale()
+            next_scale, self.tracker = self._copied_scale(), 0
+        self.history.add(self.found_inf, next_scale)
+        if self.found_inf is True or self.largest < math.inf: self._mend_scale()
 
     def cancel(self) -> None:
         "End a step that another callback cancelled: scale and growth tracker stay."
@@ -188,35 +180,25 @@ class Scaling:
         """
         scale = new = self.scaler.get_scale()
         if scale < self.low:
-            good = (s for s in self._steps() if s >= self.low)
-            most = min(self.first_scale, max(good, default=math.inf))
+            good = self.history.highest_good()
+            most = min(self.first_scale, good) if good >= self.low else self.first_scale
             if scale < FP16_SMALLEST or self.largest == 0: new = most
             elif self.largest < math.inf:
                 fits = 2. ** math.floor(math.log2(_ROOM / self.largest))
                 new = max(scale, min(fits, most))
-        self.is_low = new < self.low
+        self.history.known_scale = new
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
-        self.scale = self._copied_scale()
+        self.history.next_scale = self._copied_scale()
         if not self.has_warned:
             warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}; it has been reset to {new:,.9g}.')
         self.has_warned = True
 
-    def _steps(self) -> list[float]:
-        "Return the scales of this fit's steps, negative for skipped ones; this synchronizes."
-        return self.history.read()[self.first_step:]
-
-    def read(self) -> None:
-        "Fetch what the device has decided; this synchronizes."
-        steps = self._steps()
-        self.skips_in_a_row = sum(1 for _ in takewhile(lambda scale: scale < 0, reversed(steps)))
-        for s in steps[-1:]: self.is_low = (s if s > 0 else -s * self.scaler.get_backoff_factor()) < self.low
-
     @property
     def is_skip_odd(self) -> bool:
-        "True if the newest step was skipped at a scale of 1 or less, or below that of a good step of this fit."
-        steps = self._steps()
-        return bool(steps) and 0 < -steps[-1] <= max(1, max(steps) * self.scaler.get_backoff_factor())
+        "True if the newest step, a skipped one, had a scale of at most 1, or below that of a good step of this fit."
+        good = self.history.highest_good()
+        return self.history.scales[-1] <= max(1, good * self.scaler.get_backoff_factor())
 
     # -- the end of the fit
 
@@ -230,13 +212,13 @@ class Scaling:
         self.history.read()
         if self.before_lr_find:
             self.scaler.load_state_dict(self.before_lr_find)
-            del self.history[self.first_step:]
+            self.history.forget_fit()
 
     def skip_message(self) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
-        skips = [scale < 0 for scale in self._steps()]
+        skips = self.history.read().skips[self.history.fit_start:]
         n, skipped = len(skips), sum(skips)
-        if 2 * skipped <= n or self.before_lr_find: return ''
+        if 2 * skipped <= n: return ''
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
         if self.scaler.get_backoff_factor() < 1:
@@ -246,14 +228,15 @@ class Scaling:
 
 # -- the gradients
 
-def _versions(params: list[Any]) -> list[tuple[int, int]]: return [(id(p.grad), p.grad._version) for p in params]
+def _versions(params: list[Any]) -> list[tuple[int, int]]:
+    return [(id(p.grad), p.grad._version) for p in params]
 
 
 def warn_of_early_changes(learn: Learner) -> None:
     "Warn of the user's callbacks that may have changed scaled gradients."
-    others = 'fastai.', 'fastxtend_amp.'                         # XLA's callback averages gradients
-    early = [cb for cb in learn.cbs if cb.order < 10 and not type(cb).__module__.startswith(others)]
-    found = [type(cb).__name__ for cb in early if {'after_backward', 'before_step'} & {*vars(cb), *dir(type(cb))}]
+    others, events = ('fastai.', 'fastxtend_amp.'), {'after_backward', 'before_step'}   # XLA's averages gradients
+    early = (cb for cb in learn.cbs if cb.order < 10 and events & {*object.__dir__(cb)})
+    found = [type(cb).__name__ for cb in early if not type(cb).__module__.startswith(others)]
     if found:
         warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they "
                   'are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
