@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from fastai.data.core import DataLoaders
+from fastai.layers import ConvLayer
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import set_seed
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import fastxtend_amp  # noqa: F401  patches Learner
 from ..precisions import PRECISIONS
 from .device import add_device, usable_device
 from .support import precision_support
@@ -35,13 +35,9 @@ def digits(device: torch.device, size: int = 16) -> DataLoaders:
 def learner(device: torch.device) -> Learner:
     "Return a learner on the digits, with a network in which convolutions take most of a step."
     set_seed(42)
-    layers, width = list[nn.Module](), 1
-    for wider, stride in zip((64, 256, 256, 256), (2, 2, 1, 1)):
-        conv = nn.Conv2d(width, wider, 3, stride=stride, padding=1, bias=False)
-        layers += conv, nn.BatchNorm2d(wider), nn.ReLU()
-        width = wider
-    layers += nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
-    net = nn.Sequential(*layers)
+    small, large = ConvLayer(1, 64, stride=2), ConvLayer(64, 256, stride=2)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)
+    net = nn.Sequential(small, large, ConvLayer(256, 256), ConvLayer(256, 256), *head)
     return Learner(digits(device), net, loss_func=CrossEntropyLossFlat(), lr=LR)
 
 

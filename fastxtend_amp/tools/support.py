@@ -1,4 +1,6 @@
 "`precision_support`: which precisions the devices of this machine run natively, emulated, or not at all."
+from itertools import product
+
 import pandas as pd
 import torch
 
@@ -21,5 +23,6 @@ def precision_support(
     """
     devices = facts.all_devices() if device is None else [torch.device(device)]
     precisions = [cls for cls in PRECISIONS.values() if cls.in_tables]
-    rows = [(str(d), cls.name, *cls.support(d)) for d in devices for cls in precisions]
+    pairs = product(devices, precisions)
+    rows = [(str(on), cls.name, *cls.support(on)) for on, cls in pairs]
     return _Table(rows, columns=['device', 'precision', 'support', 'why'])
