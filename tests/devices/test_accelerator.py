@@ -214,8 +214,9 @@ def test_synchronizations_beyond_fp32(mode, options, opt, a_step, an_epoch, sim)
 
 
 def test_a_skip_that_ends_an_epoch_costs_the_next_one_nothing(sim):
-    skips, plain = (build('fp16', 'fused adamw', cbs=spoil_at(*at)) for at in ([5], []))
-    assert waits_of_second_epoch(skips) == waits_of_second_epoch(plain)
+    learns = skips, _, unwatched = [build('fp16', 'fused adamw', cbs=spoil_at(*at)) for at in ([5], [], [])]
+    unwatched.mixed_precision.on_overflow = 'ignore'
+    assert len({*map(waits_of_second_epoch, learns)}) == 1
     assert skips.mixed_precision.skips == [i == 5 for i in range(12)]
 
 
