@@ -102,9 +102,11 @@ class Watch(Watcher):
         if watched.n_odd.bit_count() == 1: self._alarm(ODD, scale)
 
     def after_train(self):
-        "Look at steps that the device has skipped, and at losses that it has computed."
-        scaling = self.cb.fit and self.cb.fit.scaling
-        if scaling and torch.is_tensor(scaling.found_inf): self.after_step()
+        "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
+        scaling = self.watched and self.cb.fit.scaling
+        if scaling and torch.is_tensor(scaling.found_inf):
+            self.cb.history.read()
+            self.after_step()
         self._check_recorded()
 
     def after_validate(self):

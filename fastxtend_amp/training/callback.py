@@ -305,10 +305,6 @@ class MixedPrecision(fp16.MixedPrecision):
         self.parts[-1].in_batch = False
     after_cancel_batch = after_batch                             # before callbacks of a higher order run
 
-    def after_train(self):
-        "Read what the device has decided in this epoch. Fastai's Recorder synchronizes here anyway."
-        self.history.read()
-
     def after_fit(self):
         "End the fit. Callbacks of a higher order may now load weights. A validation inside the fit ends nothing."
         if self.fit is None or len(self.parts) > 1 or self.in_batch: return

@@ -220,6 +220,12 @@ def test_a_skip_that_ends_an_epoch_costs_the_next_one_nothing(sim):
     assert skips.mixed_precision.skips == [i == 5 for i in range(12)]
 
 
+def test_skips_that_end_an_epoch_are_noticed(sim):
+    options = CALM | dict(max_skips=2, on_overflow='raise')
+    with pytest.raises(FloatingPointError, match='2 steps in a row were skipped'):
+        build('fp16', 'fused adamw', scaling=options, cbs=spoil_at(4, 5)).fit(1, 0.01)
+
+
 # -- devices that lack something, and models on two
 
 
