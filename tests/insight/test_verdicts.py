@@ -89,6 +89,7 @@ HARMLESS = {
     'mask: -inf': attends(lambda s, m: s.masked_fill(~m, -math.inf)),
     'mask: -2.38e38': attends(lambda s, m: torch.where(m, s, -2.38e38)),
     'mask: triu': attends(lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1)),
+    'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
     'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
     'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
     'far from the limit, added in place in fp32': lambda h: torch.zeros(h.shape).add_(h.tanh() * 1e4).to(h.dtype) / 1e4,
