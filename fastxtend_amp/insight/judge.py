@@ -207,8 +207,9 @@ class Judge:
 
     def _nearer(self, run, init_scale):
         "Return the modules that in fp32 bring the mean gradient near to that in fp32, and words for them."
+        def helps(names): return self._distance([*self.keep, *names], init_scale).ratio < _NEAR
         tried = self._can_be_tried(run)
-        names = smallest(tried, lambda names: self._distance([*self.keep, *names], init_scale).ratio < _NEAR)
+        names = smallest(tried, helps)
         if len(names) > 1 and names == tried: return [], 'only all modules'
         self.reasons |= dict.fromkeys(names, '')                 # they are flagged; `_conclude` says why
         return names, some(map(named, names)) or 'no module that was tried'

@@ -108,7 +108,8 @@ class Operation:
             near = as_dtype(constant, dtype)
             return near != constant and abs(near) in (0, 1, math.inf)
 
-        return [(users_line(), self.name, c) for c in map(_constant, self.args) if is_lost(c)]
+        lost = filter(is_lost, map(_constant, self.args))
+        return [(users_line(), self.name, constant) for constant in lost]
 
     def needs(self, constant, out, fp32): # `fp32`: `out`, in fp32 if known
         "Return whether results depend on a lost constant: it bounds some, or is added to values near 0."
