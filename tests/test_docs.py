@@ -1,6 +1,6 @@
 "What is documented exists, and what exists is documented."
 
-import inspect, json, re, sys
+import inspect, json, re, subprocess, sys
 
 import nbformat, pytest, torch
 
@@ -109,6 +109,12 @@ def test_no_address_is_named_that_does_not_exist():
 
 
 # -- README
+
+
+def test_continuous_integration_finds_the_test_command():
+    line = re.search(r'^command=.*$', (ROOT / '.ci/run').read_text(), re.M)[0]
+    said = subprocess.run(['bash', '-c', f'{line}; echo "$command"'], cwd=ROOT, capture_output=True, text=True).stdout
+    assert said.startswith('pip install -e ') and '&& pytest -n 2' in said, said
 
 
 def test_readme_snippets_run_as_they_stand(tmp_path):

@@ -69,20 +69,20 @@ class Checks:
         learn, dtypes = self.learner(cls), list[torch.dtype]()
         learn.model[1].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
         _fit(learn, EPOCHS)
-        yield 'computes in', dtypes[-1], cls.dtype or torch.float32
+        yield 'computes in', _name_of(dtypes[-1]), _name_of(cls.dtype or torch.float32)
         loss = float(learn.recorder.values[-1][-1])
         if cls is Precision: self.fp32_loss = loss
         is_low = loss < self.fp32_loss * (1 + SLACK) + .02
-        yield f'validation loss {loss:.4f} ({loss - self.fp32_loss:+.4f} from fp32), low enough:', is_low, True
+        yield f'validation loss {loss:.4f} ({loss - self.fp32_loss:+.4f} from fp32)', is_low, True
 
     def skips(self, cls, opt_func=Adam) -> Facts:
         learn, steps = self.learner(cls, opt_func), count(1)
         weight = learn.model[1].weight
         weight.register_hook(lambda grad: grad * math.inf if next(steps) == 10 else grad)
         _fit(learn)
-        yield 'weights finite after an infinite gradient:', bool(weight.isfinite().all()), True
+        yield 'weights finite after an infinite gradient', bool(weight.isfinite().all()), True
         scale, after = learn.mixed_precision.scales[9:11]
-        yield 'loss scales', (scale, after), (scale, scale / 2)
+        yield f'loss scale {scale:,g}, then', f'{after:,g}', f'{scale / 2:,g}'
 
     def resumes(self, cls) -> Facts:
         with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ class Checks:
             _fit(learn).save('check')
             other.load('check')
         pairs = zip(learn.model.parameters(), other.model.parameters())
-        yield 'weights as saved:', all(torch.equal(p, q) for p, q in pairs), True
+        yield 'weights as saved', all(torch.equal(p, q) for p, q in pairs), True
         if cls.scales_loss: yield 'loss scale', other.mixed_precision.scale, learn.mixed_precision.scale
         _fit(other)
 
@@ -100,8 +100,8 @@ class Checks:
         def interrupt(*args): raise InterruptedError
         hook = learn.model.register_forward_hook(interrupt)
         with suppress(InterruptedError): _fit(learn)
-        yield 'autocast, its dtype and grad mode', _state(self.device), self.state
-        yield 'weights in', {p.dtype for p in learn.model.parameters()}, {torch.float32}
+        yield 'autocast and gradient mode restored', _state(self.device) == self.state, True
+        yield 'weights in fp32', {p.dtype for p in learn.model.parameters()} == {torch.float32}, True
         hook.remove()
         _fit(learn)
 
@@ -116,10 +116,13 @@ def _state(device):
 
 
 
-
 def _text(fact):
     about, found, right = fact
+    if right is True: return about if found else f'NOT {about}'
     return f'{about} {found}' if found == right else f'{about} {found} INSTEAD OF {right}'
+
+
+def _name_of(dtype): return str(dtype).removeprefix('torch.')
 
 
 def _has_fused(device):
