@@ -86,7 +86,8 @@ def _place_state(opt: Any) -> None:
     "Move the optimizer's state to the device of its parameters. Step counts of torch's optimizers stay on the CPU."
     for p, state in inner_optimizer(opt).state.items():          # fastai also keeps an entry for `nn.LSTM.bias`, a bool
         for name, x in state.items():
-            if torch.is_tensor(x) and (x.dim() or not p.dim()): state[name] = x.to(p.device)
+            is_count = not torch.is_tensor(x) or (p.dim() and not x.dim())
+            if not is_count: state[name] = x.to(p.device)
 
 
 def _before_fit(original: Callable, self: TrainEvalCallback) -> None:
