@@ -140,7 +140,8 @@ def check(device: torch.device) -> Iterator[Result]:
         except Exception as e:
             yield Result('any', 'import torchvision', False, f'{e}: reinstall it from where torch is from')
     checks = Checks(device)
-    for cls in [Precision, *PRECISIONS.values()]:
+    classes: list[type[Precision]] = [Precision, *PRECISIONS.values()]
+    for cls in classes:
         if cls.package or not cls.in_tables: continue
         support = cls.support(device)
         if support.status == 'unsupported':

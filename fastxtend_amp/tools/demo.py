@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
               'Here is a report on one batch instead:\n', flush=True)
         result = learn.precision_report(max_seconds=args.max_seconds)
     print(str(result).replace('`max_seconds=', '`--max-seconds '), end='\n\n')   # what it advises, as an option
-    import matplotlib
-    matplotlib.use('agg')                                        # no window, on any machine
+    import matplotlib.pyplot as plt
+    plt.switch_backend('agg')                                    # no window, on any machine
     result.plot()
-    matplotlib.pyplot.gcf().savefig(args.out, dpi=110, format='png')
+    plt.gcf().savefig(args.out, dpi=110, format='png')
     print(f'Picture: {args.out.resolve()}')
 
 
