@@ -106,7 +106,7 @@ def test_a_checkpoint_and_an_export(tmp_path):
 
 def test_the_check(alone, monkeypatch):
     monkeypatch.setattr(check, 'EPOCHS', 1)
-    mine = [r for r in check.check('cpu') if r.precision == NAME]
+    mine = [r for r in check.check(CPU) if r.precision == NAME]
     assert len(mine) >= 3 and all(r.passed for r in mine), mine
     assert 'bf16again: native (it is bf16 again)' in check.head(CPU)
 
