@@ -44,6 +44,7 @@ def precision_report(
     """
     check_argument('model', model, lambda m: isinstance(m, nn.Module), 'a torch.nn.Module; a Learner has a method of '
                    'this name')
+    check_argument('batches', batches, lambda b: isinstance(b, Iterable), 'an iterable, such as a DataLoader or a list')
     check_integer(1, n_batches=n_batches)
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')

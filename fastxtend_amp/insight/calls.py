@@ -78,7 +78,7 @@ def like_own(
     fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
     init_scale: float | None = None, # First loss scale; the learner's own if None
 ) -> Precision:
-    """Return a precision of this class. It gets the arguments of the learner's precision that it accepts, and advice.
+    """Return a precision of this class, with those of the learner's arguments that it has, and what is advised.
 
     Modules are given by their names, which mean the same in a copy of the learner.
     """

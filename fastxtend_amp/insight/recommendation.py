@@ -80,14 +80,14 @@ def tolerance(
     seeds = [*filter(math.isfinite, seeds)]
     last, n = losses[-n_last:], 1 + len(seeds)
     loss = float(np.mean(last))
-    half_way = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf      # a loss may have any constant in it
+    half_range = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
     if seeds:
         spread = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1))
         why = f'the spread of {n} fp32 training runs'
     else:
-        spread = max(min(abs(loss) / 10, half_way), 2 * float(np.std(last)))
+        spread = max(min(abs(loss) / 10, half_range), 2 * float(np.std(last)))
         why = 'a wide tolerance (fp32 was trained only once)'
-    return max((spread, why), (min(abs(loss) / 100, half_way), '1% of the fp32 loss'),
+    return max((spread, why), (min(abs(loss) / 100, half_range), '1% of the fp32 loss'),
                (abs(losses[0] - loss) / 1000, 'a thousandth of the distance from the first fp32 loss to the last'))
 
 

@@ -275,7 +275,7 @@ def fastest_native(
 
 def automatic_precision(
     device: torch.device,
-    **arguments: Any, # Of precisions that it may select; those of the others have no effect, but are checked
+    **arguments: Any, # Of any precision that it may select: all are checked, and the selected one gets its own
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
     "Return the fastest precision that `device` runs natively, with these arguments."
     built, unknown = {Precision: Precision()}, {*arguments}

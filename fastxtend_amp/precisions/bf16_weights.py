@@ -71,9 +71,9 @@ def _weights_to_lower(
 class _Lowered:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    Exactly, a weight is the parameter and what rounding has taken from it. The optimizer's state has that as its Kahan
-    compensation, from the first step on. Before, it is kept here in `rest`, so that training which ends without a step
-    changes nothing; a file saved without one lacks it. A copy made during a fit is in fp32.
+    The exact weight is the bf16 parameter plus what rounding took. Before the first step that is kept in `rest`, so a
+    fit without a step changes nothing, but a file saved before it lacks this part. From the first step on the optimizer
+    keeps it, as its Kahan compensation. A copy made during a fit is in fp32.
     """
     def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; what rounding took
         self.opt, self.rest = opt, rest
