@@ -220,10 +220,15 @@ class BackwardOnly(Callback):
 def rounded_linear(
     rounding: Rounding,
     layer: Any, # A linear layer
-    x: torch.Tensor, # Its input
+    input: torch.Tensor,
 ) -> torch.Tensor:
-    "Return what the layer computes in autocast, with its input, its weight and the gradient of the output rounded."
-    x = x.to(torch.get_autocast_dtype(x.device.type))
+    """Return what the layer computes: in autocast its input, its weight and the gradient of the output are rounded.
+
+    Where autocast is off, FP8 is as well.
+    """
+    device_type = input.device.type
+    if not torch.is_autocast_enabled(device_type): return F.linear(input, layer.weight, layer.bias)
+    x = input.to(torch.get_autocast_dtype(device_type))
     out = F.linear(_rounded_copy(rounding, x), _rounded_copy(rounding, layer.weight))
     if out.requires_grad: out.register_hook(partial(_rounded_copy, rounding, is_gradient=True))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)

@@ -185,6 +185,25 @@ def test_the_report_rounds_as_torchao_does():
         assert relative_error(ours, expected) < 0.1 * max(relative_error(bf16, expected), 0.05)
 
 
+class Apart(nn.Module):
+    "A layer that is called by keyword, and one that the model keeps out of autocast."
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.a(input=x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.b(x.float())
+
+
+def test_a_report_on_layers_outside_autocast_and_called_by_keyword():
+    learn = learner(nn.Sequential(nn.Linear(6, 16), Apart(), nn.Linear(16, 1)))
+    (verdict,) = learn.precision_report('fp8').verdicts.values()
+    assert verdict.verdict == 'safe so far', verdict
+
+
 def test_a_report_and_a_comparison():
     learn = learner(wide()).to_fp8(modules='1', fp32_modules='4')
     report, before = learn.precision_report(['fp8', 'bf16']), params(learn)
