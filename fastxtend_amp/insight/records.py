@@ -180,7 +180,7 @@ class Frame:
         "Record the line of a 16-bit product in the fp32 run, and of one whose inputs were cast to fp32."
         record, has_half, was_float = self.record, operation.has_half, operation.reads(self.floats)
         if operation.name == '_to_copy' and (was_float or (has_half and out.dtype is torch.float32)):
-            self.floats[address(out)] = out
+            if a := address(out): self.floats[a] = out               # 0 is not one
         if not operation.traits.flops: return
         record.has_product = True
         if has_half and not self.precision.dtype: record.half_line = users_line() or 'in PyTorch'
@@ -194,7 +194,7 @@ class Frame:
         found = next(filter(None, pairs), '')
         self.record.merged = found or self.record.merged
         if not (found or operation.reads(self.merged)): return
-        for o in readable(out): self.merged[address(o)] = o
+        self.merged |= {a: o for o in readable(out) if (a := address(o))}
 
     def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."
