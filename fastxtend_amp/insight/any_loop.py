@@ -63,7 +63,8 @@ def precision_report(
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
     def inputs(module, args, kwargs): return ((), args[0]) if by_name else None
-    with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True):       # a copy has it as well
+    # First, as hooks of the model read its arguments by name; a copy has it as well.
+    with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True):
         report = Learner(dls, model, loss_func).precision_report(dl=drawn, n_batches=n_batches, **kwargs)
     for verdict in report.verdicts.values():
         for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call)

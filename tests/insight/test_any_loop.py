@@ -29,3 +29,15 @@ def test_16_bit_weights_and_inputs_are_compared_as_fp32_and_the_order_of_batches
     state = torch.get_rng_state()
     verdict = precision_report(model, batches, F.mse_loss, precisions='bf16').verdicts['bf16']
     assert verdict.verdict == 'safe so far' and verdict.error > 0 and torch.equal(state, torch.get_rng_state())
+
+
+class ReturnsLoss(nn.Linear):
+    def forward(self, input, labels):
+        return {'loss': F.mse_loss(super().forward(input), labels)}
+
+
+def test_hooks_of_the_model_get_its_arguments_by_name():
+    model, names = ReturnsLoss(6, 1), set()
+    model.register_forward_pre_hook(lambda module, args, kwargs: names.add((len(args), *kwargs)), with_kwargs=True)
+    precision_report(model, [dict(zip(('input', 'labels'), batch)) for batch in loaders().train], precisions='bf16')
+    assert names == {(0, 'input', 'labels')}
