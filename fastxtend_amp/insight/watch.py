@@ -172,10 +172,10 @@ def _norm(model):
 
 class UnusedModules(Watcher):
     "Warns, after the first training batch, of modules in `fp32_modules` whose forward did not run."
-    def after_batch(self) -> None:
-        "Look at the modules, once: later batches do not pass here."
+    def after_loss(self) -> None:
+        "Look at the modules, once, after a complete forward pass: later batches do not pass here."
         cb, fit = self.cb, self.cb.fit
-        if fit is None or fit.model is None or not cb.learn.training: return     # None: a cancelled batch
+        if not cb.learn.training: return
         cb.unwatch(self)
         for name, m in fit.precision.kept_in_fp32(fit.model).items():
             if getattr(forward_of(m), 'called', True): continue

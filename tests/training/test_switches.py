@@ -83,14 +83,17 @@ def test_a_callback_added_in_a_batch_waits_for_the_next(event):
     assert learn.mixed_precision.scales == [256.0] * 5
 
 
+@pytest.mark.parametrize('order', [5, 20])
 @pytest.mark.parametrize('to', ['fp32', 'bf16', 'fp16'])
-def test_a_batch_cancelled_before_the_precision_sees_it(to):
+def test_a_batch_cancelled_before_or_after_the_precision_sees_it(to, order):
     def cancel(l):
         if l.train_iter == 0 and l.training:
             raise core.CancelBatchException
 
-    learn = make(to, cbs=[At('before_batch', cancel, 5)])
-    learn.fit(1, 0.01)
+    learn = make(to, cbs=[At('before_batch', cancel, order)])
+    if to != 'fp32':
+        getattr(learn, f'to_{to}')(fp32_modules=nn.Linear)
+    assert not told(lambda: learn.fit(1, 0.01), 'not called')
     assert finite(learn) and is_outside_a_fit(learn) if to != 'fp32' else finite(learn)
 
 
