@@ -109,7 +109,7 @@ def _run_again(
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.call:
-        failed = [kind.name, *(fix.precision for fix in cb.fixes)]
+        failed = [kind.name, *(made.precision for made in cb.fixes)]
         remedy = Remedy(fastest_native(cb.fit.device, failed))
         return diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, remedy)
     remedy = Remedy(kind, verdict.modules, verdict.init_scale)
