@@ -191,7 +191,8 @@ def compared(
     seed_losses = [run.loss(n) for run in rounds.seeds]
     tolerated = tolerance(base.losses[:n], seed_losses, last_fifth(n))
     seconds = math.nan if rounds.is_short else rounds.max_seconds - min(0, rounds.left)
-    recommended, reason = recommend(table, tolerated, seconds)
+    scaled = [name for name, row in rows.items() if row.precision.scales_loss]
+    recommended, reason = recommend(table, tolerated, scaled, seconds)
     return PrecisionComparison(
         table,
         losses={name: run.losses[:n] for name, run in runs.items()},

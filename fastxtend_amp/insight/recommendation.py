@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..precisions import PRECISIONS, Precision
 
 WORTH = 1.05            # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6       # for an interval
@@ -96,6 +95,7 @@ def tolerance(
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
+    scaled: Sequence[str], # Rows that need loss scaling
     seconds: float = 60., # Time that was spent, for advice on more; nan if `n_steps` is too small for any interval
 ) -> tuple[str, str]: # The row, and why
     """Return the fastest row that pays and whose loss matches fp32.
@@ -117,8 +117,7 @@ def recommend(
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
 
     def order(name):
-        precision, *changes = name.split(', ')
-        return PRECISIONS.get(precision, Precision).scales_loss, len(changes), -good[name]
+        return name in scaled, name.count(', '), -good[name]
 
     best = min(close, key=order, default='fp32')
     fastest = good.get(best, 1.)

@@ -300,6 +300,7 @@ ROWS = [
     dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}),
     dict(bf16={'loss difference': 0.1}),
     dict(fp16={'skipped': 25}),
+    dict(half_weights=speeds(1.93, 2.03, 2.13), bf16={}),
     dict(fp16={'skipped': 26}),
     dict(fp16={'weights moved': 0.09}),
     dict(bf16=speeds(1.02, 1.03, 1.05)),
@@ -312,7 +313,7 @@ def test_recommendations(expected):
     tolerated = tolerance([1.0], [1.05, 0.95, 1.02], 1)  # fp32 trained four times: a loss up to .11 higher matches
     texts = []
     for rows in ROWS:
-        best, reason = recommend(table_of(**rows), tolerated)
+        best, reason = recommend(table_of(**rows), tolerated, ['fp16', 'half_weights'])
         texts.append(f'# {rows}\n{best}: {reason}\n')
     assert '\n'.join(texts) == expected('recommendations')
 
