@@ -11,15 +11,15 @@ from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
 from fastxtend_amp.precisions import FP8, Support
 from fastxtend_amp.precisions.fp8 import Fp8Forward
 
-def mx_linear(layer, x):
-    is_native = MXFP8.support(x.device).status == 'native'
+def mx_linear(layer, input):
+    is_native = MXFP8.support(input.device).status == 'native'
     config = MXFP8TrainingOpConfig.from_recipe(
         MXFP8TrainingRecipe.MXFP8_RCEIL if is_native else MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-    rows = x.bfloat16().flatten(0, -2)
+    rows = input.bfloat16().flatten(0, -2)
     whole = pad(rows, (0, 0, 0, -len(rows) % 32))                # blocks of 32 rows
     out = _to_mxfp8_then_scaled_mm(whole, layer.weight.bfloat16(), config.kernel_preference,
                                    config.scale_calculation_mode, config.wgrad_with_hp)
-    out = out[:len(rows)].view(*x.shape[:-1], -1)
+    out = out[:len(rows)].view(*input.shape[:-1], -1)
     return out if layer.bias is None else out + layer.bias.bfloat16()
 
 class MxForward(Fp8Forward):

@@ -175,8 +175,8 @@ class Scaling:
     def _mend_scale(self) -> None:
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
-        A good step sets the largest power of two at which 16 times its largest gradient fits fp16. It is at most the
-        first scale, and the largest one of a good step of this fit.
+        After a good step the scale becomes the largest power of two at which 16 times its largest gradient fits fp16,
+        but not more than the first scale, or than the highest one of a good step of this fit.
         """
         scale = new = self.scaler.get_scale()
         if scale < self.low:
