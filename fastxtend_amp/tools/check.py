@@ -115,7 +115,6 @@ def _state(device):
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), torch.is_grad_enabled()
 
 
-
 def _text(fact):
     about, found, right = fact
     if right is True: return about if found else f'NOT {about}'

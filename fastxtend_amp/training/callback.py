@@ -309,5 +309,5 @@ class MixedPrecision(fp16.MixedPrecision):
         "End the fit. Callbacks of a higher order may now load weights. A validation inside the fit ends nothing."
         if self.fit is None or len(self.parts) > 1 or self.in_batch: return
         scaling = self.fit.watched and self.fit.scaling          # unless a failure has been reported
-        if scaling and (message := scaling.skip_message()): warn_user(message)
+        if scaling and (message := scaling.skip_message(self.precision)): warn_user(message)
         self.close()

@@ -22,7 +22,7 @@ from .callback import MixedPrecision
 
 _fastais = Learner._with_events
 _CANCELS = tuple(getattr(core, name) for name in core.__all__ if name.startswith('Cancel'))
-_PRECISIONS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)   # fastai's and ours
+PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)   # fastai's and ours
 
 
 class Part:
@@ -123,5 +123,5 @@ def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
     "Make `cb` the learner's only precision callback now, without checking the model."
     old = precision_callback(learn)
     if cb is not None and old: cb.parts = old.parts
-    for cls in _PRECISIONS: learn.remove_cb(cls)
+    for cls in PRECISION_CALLBACKS: learn.remove_cb(cls)
     if cb is not None: learn.add_cb(cb)

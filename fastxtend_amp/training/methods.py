@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
-from ..learners import loaded_states, training_device
+from ..learners import loaded_states, model_device, training_device
 from ..messages import check_bool
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.fp32_modules import remove_forwards
@@ -19,7 +19,7 @@ from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
 from ..tensors import half_to_float
 from .callback import MixedPrecision
-from .loop import exchange, precision_callback, set_precision
+from .loop import PRECISION_CALLBACKS, exchange, precision_callback, set_precision
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
@@ -124,9 +124,11 @@ def precision_as(self: Learner,
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     own, loaded = precision_callback(self), {**loaded_states(self)}
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
+    fastais = [cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not own]
     try: yield set_precision(self, None if new.precision.kind is Precision else new)
     finally:
         exchange(self, own)                                      # without a check: the model may have been exchanged
+        self.add_cbs(fastais)
         loaded_states(self).update(loaded)                       # `new` may have continued from it
 
 
@@ -137,7 +139,7 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
 
     With activation checkpointing, call `backward()` inside it.
     """
-    cb, device = precision_callback(self), training_device(self)
+    cb, device = precision_callback(self), model_device(self.model, training_device(self))
     precision = cb.precision if cb else Precision()
     precision.check_device(device)
     if cb and cb.fit: cb.fit.use_model()

@@ -24,6 +24,7 @@ from fastai.learner import Learner
 from ..compat import around_backward
 from ..learners import largest_gradient, optimizer_params
 from ..messages import warn_user
+from ..precisions import Precision
 from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
 from .optimizers import skips_on_device
@@ -214,15 +215,16 @@ class Scaling:
             self.scaler.load_state_dict(self.before_lr_find)
             self.history.forget_fit()
 
-    def skip_message(self) -> str:
+    def skip_message(self, precision: Precision) -> str:
         "Return a warning if most of the fit's steps were skipped; '' otherwise."
         skips = self.history.read().skips[self.history.fit_start:]
         n, skipped = len(skips), sum(skips)
         if 2 * skipped <= n: return ''
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
-        if self.scaler.get_backoff_factor() < 1:
-            text += f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.'
+        if self.scaler.get_backoff_factor() < 1 and 'scaler' not in precision.changed:
+            name = 'init_scale' if 'init_scale' in precision.arguments else 'loss_scale'
+            text += f' If it finds none, pass `{name}={self.scaler.get_scale():.12g}`.'
         return text
 
 

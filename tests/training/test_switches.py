@@ -324,6 +324,21 @@ def test_precision_as_nests_and_ends_after_an_exception():
     assert learn.mixed_precision.amp_mode == 'bf16'
 
 
+def test_precision_as_gives_back_fastais_callbacks():
+    learn = learner().to_non_native_fp16()
+    names = [cb.name for cb in learn.cbs]
+    with learn.precision_as('fp32'):
+        assert [cb.name for cb in learn.cbs] != names
+    assert sorted(cb.name for cb in learn.cbs) == sorted(names)
+
+
+def test_amp_context_is_for_the_device_of_the_model():
+    learn = make('bf16')
+    learn.dls.device = torch.device('meta')  # to which a fit would move the model
+    with learn.amp_context():
+        assert learn.model(torch.ones(2, 6)).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize('to', ['bf16', 'fp32', 'fp16'])
 def test_amp_context_inside_and_outside_a_fit(to):
     learn, seen, before = make(to), [], process()
