@@ -321,7 +321,6 @@ def test_recommendations(expected):
 @pytest.mark.parametrize(
     'losses, seeds, n_last, amount',
     [
-        ([1.0], [1.1], 1, 7.7 * 0.1 / 2**0.5),
         ([1.0], [1.1, NAN], 1, 7.7 * 0.1 / 2**0.5),
         ([1.0], [1.0], 1, 0.01),  # 1% of the loss
         ([16.0, 1e-5], [1e-5], 1, 0.016),  # a thousandth of what it fell by
