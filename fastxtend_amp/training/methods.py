@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
-from ..learners import loaded_states, model_device, training_device
+from ..learners import loaded_states, training_device
 from ..messages import check_bool
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.fp32_modules import remove_forwards
@@ -139,7 +139,7 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
 
     With activation checkpointing, call `backward()` inside it.
     """
-    cb, device = precision_callback(self), model_device(self.model, training_device(self))
+    cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()
     precision.check_device(device)
     if cb and cb.fit: cb.fit.use_model()

@@ -332,13 +332,6 @@ def test_precision_as_gives_back_fastais_callbacks():
     assert sorted(cb.name for cb in learn.cbs) == sorted(names)
 
 
-def test_amp_context_is_for_the_device_of_the_model():
-    learn = make('bf16')
-    learn.dls.device = torch.device('meta')  # to which a fit would move the model
-    with learn.amp_context():
-        assert learn.model(torch.ones(2, 6)).dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize('to', ['bf16', 'fp32', 'fp16'])
 def test_amp_context_inside_and_outside_a_fit(to):
     learn, seen, before = make(to), [], process()
