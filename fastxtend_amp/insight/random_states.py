@@ -14,7 +14,8 @@ def torch_generators() -> list[tuple[Callable, Callable]]:
     "Return functions that set and get the states of PyTorch's global generators, without synchronizing."
     pairs: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.default_generator.get_state)]
     device = torch.get_device_module()                           # the accelerator's, if there is one
-    if not getattr(device, 'is_initialized', lambda: True)(): return pairs         # asking does not start it
+    # Reading the state of an accelerator that is not in use yet would start it.
+    if not getattr(device, 'is_initialized', lambda: True)(): return pairs
     for name in ('rng_state_all', 'rng_state'):
         get_state = getattr(device, f'get_{name}', None)
         if get_state: return [*pairs, (getattr(device, f'set_{name}'), get_state)]
