@@ -27,11 +27,12 @@ _NOTHING_NATIVE = ("This device runs nothing else natively. To compare what it e
 class PrecisionComparison(Shown):
     """The result of `Learner.compare_precision`.
 
-    In `table`, nan means that there is no value.
+    In `table`, nan means that there is no value. A dropped row has no speed, as it ran in fewer rounds than the others:
+    `note` compares it with another row in these rounds.
 
     | column of `table` | meaning |
     |---|---|
-    | `support` | 'native' or 'emulated' on this device; 'failed' after an error |
+    | `support` | 'native' or 'emulated' on this device; 'failed' after an error; 'dropped' |
     | `steps`, `rounds` | training steps, and the rounds in which they were timed |
     | `ms per step` | median in fp32; for others, that divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
@@ -67,8 +68,8 @@ class PrecisionComparison(Shown):
         table = self.table.drop(columns=['rounds', *COLUMNS[1:], 'weights moved', 'note'])
         table['speed-up'] = [str(Speed(*row)) for row in self.table[[*COLUMNS]].values]
         yield table.dropna(axis=1, how='all')
-        dropped = self.table['note'][self.table['support'] != 'failed'].items()      # `reason` has the errors
-        yield '\n'.join([f'{name}: {note}' for name, note in dropped if note] + self.notes)
+        dropped = self.table['note'][self.table['support'] == 'dropped'].items()     # `reason` has the errors
+        yield '\n'.join([f'{name}: {note}.' for name, note in dropped] + self.notes)
 
     def plot(self): # The two matplotlib axes
         "Plot speeds and loss curves."
@@ -85,7 +86,7 @@ class PrecisionComparison(Shown):
         curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
                                          title=f'Recommended: {self.recommended}')
-        bars.bar_label(bars.containers[0], fmt='{:.2f}', padding=6)
+        bars.bar_label(bars.containers[0], [str(Speed(mid)) for mid in self.table['speed-up']], padding=6)
         bars.margins(x=.15)
         bars.invert_yaxis()
         return curves, bars
@@ -108,8 +109,8 @@ def compare_precision(self: Learner,
     natively is also compared with depthwise or grouped convolutions in fp32, if the model has such layers.
 
     All are timed in alternating rounds on the same batches, so that background load affects all alike. After `n_steps`,
-    rounds continue for those that may be more than 5% faster than fp32 and than the fastest one, until that is certain
-    or `max_seconds` is over. What is clearly slower than fp32 is dropped, as is a format or a choice of layers that is
+    rounds continue as long as one may be more than 5% faster than fp32 and than the fastest one, or until
+    `max_seconds` are over. What is clearly slower than fp32 is dropped, as is a format or a choice of layers that is
     clearly slower than the fastest row. The learner is not modified. A copy for each row, and batches of up to 512 MB,
     are in memory at once.
 
@@ -204,8 +205,9 @@ def compared(
 
 
 def _row(run, base, n): # Its columns, which `PrecisionComparison` documents
-    speed, loss = run.speed_up(base), run.loss(n)
-    support = 'failed' if run.failed else run.call.precision.support(run.device).status
+    speed = Speed(math.nan) if run.status else run.speed_up(base)      # the rounds of the others are not its own
+    loss = run.loss(n)
+    support = run.status or run.call.precision.support(run.device).status
     return {'support': support, 'steps': len(run.losses), 'rounds': len(run.times),
             'ms per step': 1000 * base.pace / speed.mid, **dict(zip(COLUMNS, speed)),
             'loss': loss, 'loss difference': loss - base.loss(n),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from .display import some
 
 WORTH = 1.05            # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6       # for an interval
@@ -109,29 +110,28 @@ def recommend(
     if math.isnan(table['weights moved']['fp32']):
         return 'fp32', ('The weights did not move in fp32: use a larger `n_steps`, or check the learning rate, '
                         'whether batches have targets, and whether `splitter` returns parameters of the model.')
-    others = table.drop('fp32')
+    dropped = [*table.index[table['support'] == 'dropped']]
+    others = table.drop(['fp32', *dropped])
     speeds = {name: Speed(*speed) for name, *speed in others[[*COLUMNS]].itertuples()}
     faults = {name: _fault(row, tolerated) for name, row in others.iterrows()}
-    stayed = [name for name, note in others['note'].items() if not (note or faults[name])]
-    good = {name: speeds[name].mid for name in stayed if speeds[name].pays}
+    good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not faults[name]}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
 
     def order(name):
         return name in scaled, name.count(', '), -good[name]
 
     best = min(close, key=order, default='fp32')
-    fastest = good.get(best, 1.)
     sentences = [f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}.'] if good else []
-    for name, row in others.iterrows():
-        why = faults[name] or _slowness(speeds[name], row, seconds, fastest)
+    for name, fault in faults.items():
+        why = fault or _slowness(speeds[name], best, good.get(best, 1.), seconds)
         if why: sentences.append(f'{name}{why}.')
+    if dropped: sentences.append(f'Dropped early: {some(map(repr, dropped))}.')
     return best, ' '.join(sentences) or 'Nothing else was compared.'
 
 
 def _fault(row, tolerated):
     "Return why a row cannot be recommended whatever its speed, to follow its name; '' if nothing speaks against it."
     if row['support'] == 'failed': return f" does not run ({row['note']})"
-    if row['note']: return ''                                    # it was dropped, without a loss
     n, skipped, moved, more = row[['steps', 'skipped', 'weights moved', 'loss difference']]
     if not math.isfinite(row['loss']): return ': its loss is not finite'
     if skipped > n / 2:                                          # a skipped step is faster, and keeps the loss
@@ -144,11 +144,10 @@ def _fault(row, tolerated):
     return ''
 
 
-def _slowness(speed, row, seconds, fastest):
-    "Return what is to be said of a speed-up, to follow the name of its row; '' if it pays."
-    if speed.pays: return ''
-    if speed.loses or row['note']: return f': speed-up {speed}, below {WORTH}' if speed.mid <= WORTH else ''
-    if fastest > 1 and speed.mid <= fastest * WORTH: return f': speed-up {speed}, not faster'
+def _slowness(speed, best, fastest, seconds):
+    "Return why another row is the best one, to follow the name of this one; '' if it pays, but less."
+    if speed.pays: return f': speed-up {speed}, within 5% of {best}' if speed.mid > fastest else ''
+    if speed.high <= fastest * WORTH: return f': speed-up {speed}, not 5% faster than {best}'
     advice = f'n_steps={10 * FEWEST_ROUNDS}'
     if not math.isnan(seconds): advice = f'max_seconds={60 * math.ceil(4 * seconds / 60)}'      # it halves the interval
     return f': speed-up {speed}, not certain yet. Use `{advice}` to decide'

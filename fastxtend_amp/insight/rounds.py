@@ -31,7 +31,7 @@ class Rounds:
     """Training runs side by side: in fp32 and in other rows.
 
         train all in alternating rounds, for `n_steps`; drop what is clearly slower
-        train in rounds those that may still be the fastest, and what they have to beat
+        go on as long as one of them may be the fastest
         train fp32 with other seeds
     """
     def __init__(self,
@@ -73,7 +73,7 @@ class Rounds:
     @property
     def running(self) -> list[Run]:
         "The runs that are still in the rounds, fp32 first."
-        return [run for run in self.runs.values() if not run.reason]
+        return [run for run in self.runs.values() if not run.status]
 
     @property
     def fastest(self) -> Run:
@@ -141,10 +141,9 @@ class Rounds:
         return self.left >= size * _step(due) + n_seeds * n * self.base.pace
 
     def due(self) -> list[Run]:
-        "Return the runs that need another round: after `n_steps`, those that may be the fastest, and what they beat."
-        if len(self.base.losses) < self.n_steps: return self.running
-        undecided = [] if self.is_short else self.undecided
-        return [*dict.fromkeys([self.base, self.fastest, *undecided])] if undecided else []
+        "Return the runs that need another round: all or none, so that their speeds are of the same rounds."
+        is_due = len(self.base.losses) < self.n_steps or (self.undecided and not self.is_short)
+        return self.running if is_due else []
 
     def drop_slow(self) -> None:
         """Drop runs that are clearly slower than fp32, and variants that are clearly slower than the fastest run.
@@ -154,12 +153,18 @@ class Rounds:
         """
         base, *others = self.running
         for run in sorted(others, key=lambda run: run.speed_up(base))[:-1]:
-            if run.speed_up(self.fastest if run.is_variant else base).is_slower: run.leave()
+            rival = self.fastest if run.is_variant else base
+            if run.speed_up(rival).is_slower: self._drop(run, rival)
         missing = FEWEST_ROUNDS - len(base.times)
         while missing > 0 and self.left < missing * _step(self.running):         # False before a step is timed
-            slower = sorted(self.running[1:], key=lambda run: run.speed_up(base))[:-1]
-            if not (variants := [run for run in slower if run.is_variant]): break
-            variants[0].leave()
+            ranked = sorted(self.running[1:], key=lambda run: run.speed_up(base))
+            if not (variants := [run for run in ranked[:-1] if run.is_variant]): break
+            self._drop(variants[0], ranked[-1], ' for lack of time')
+
+    def _drop(self, run, rival, why=''):
+        "Drop a run. Its speed is said relative to its rival in the same rounds: in later ones, all may be slower."
+        speed = run.speed_up(rival)
+        run.leave('dropped', f"dropped after round {len(run.times)}{why}, at {speed} times the speed of '{rival.name}'")
 
     def _train_with(self, seed):
         "Train in fp32 with another seed and another order of the batches, except for the last ones."

@@ -25,8 +25,8 @@ from .values import is_plain
 
 class Run:
     "One training run and its measurements. Missing measurements are nan."
-    reason = '' # Why it has left the rounds: an error, or it was too slow
-    failed = False # Whether it was an error
+    status = '' # 'failed' or 'dropped' once it has left the rounds
+    reason = '' # Why it has left them
     copy: Any = None # Of the learner, while it is in the rounds
     skipped = scale = peak = moved = math.nan # Steps; loss scale; bytes; distance of the weights per step
 
@@ -57,7 +57,7 @@ class Run:
 
     def loss(self, n: int) -> float: # nan if it has left the rounds
         "Return the mean loss of the last fifth of the first `n` steps, which all that are left have trained for."
-        if self.reason: return math.nan
+        if self.status: return math.nan
         return float(np.mean(self.losses[n - last_fifth(n):n]))
 
     @contextmanager
@@ -66,12 +66,11 @@ class Run:
         try: yield
         except Exception as e:
             if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
-            self.failed = True
-            self.leave(f'{type(e).__name__}: {first_line(e)}')
+            self.leave('failed', f'{type(e).__name__}: {first_line(e)}')
 
-    def leave(self, reason: str = '') -> None: # '' if it is too slow
+    def leave(self, status: str, reason: str) -> None:
         "Leave the rounds, and free the copy."
-        self.reason = reason or f'dropped after {len(self.losses)} steps: slower than another row, or out of time.'
+        self.status, self.reason = status, reason
         copy, self.copy = self.copy, None
         if copy: copy.model = copy.opt = None
 

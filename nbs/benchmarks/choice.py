@@ -132,8 +132,8 @@ def contest(
     rounds.train()
     left = rounds.left
     rows = {name: dict(zip(COLUMNS, run.speed_up(rounds.base))) | {
-        'support': 'native', 'steps': 50, 'rounds': len(run.times), 'skipped': 0, 'weights moved': 1., 'loss': 1.,
-        'loss difference': 0., 'note': run.reason} for name, run in rounds.runs.items()}
+        'support': run.status or 'native', 'steps': 50, 'rounds': len(run.times), 'skipped': 0, 'weights moved': 1.,
+        'loss': 1., 'loss difference': 0., 'note': run.reason} for name, run in rounds.runs.items()}
     chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''), ['fp16'])
     return found[chosen] / max(found.values()), seconds - left
 

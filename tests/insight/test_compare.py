@@ -305,7 +305,8 @@ ROWS = [
     dict(fp16={'weights moved': 0.09}),
     dict(bf16=speeds(1.02, 1.03, 1.05)),
     dict(bf16=speeds(1.05, 1.06, 1.07)),
-    {'bf16': {}, 'bf16, channels last': {'note': 'dropped', 'loss difference': NAN, **speeds(2.2, 2.3, 2.4)}},
+    dict(fp16=speeds(0.17, 0.5, 1.48)),
+    {'bf16': {}, 'bf16, channels last': {'support': 'dropped', 'loss difference': NAN, **speeds(2.2, 2.3, 2.4)}},
 ]
 
 
@@ -354,8 +355,8 @@ def test_text_and_plot(expected):
     import matplotlib.pyplot as plt
 
     always_1 = lambda p, y: 1 + p.mean() - p.mean().detach()  # on any machine, and yet it has a gradient
-    learn = learner(Breaks(fills), loss_func=always_1, cbs=Costs(dict(bf16=12.34)))
-    r = learn.compare_precision(LOW, n_steps=8)
+    learn = learner(Breaks(fills), loss_func=always_1, cbs=Costs(dict(bf16=12.34, half_weights=0.1)))
+    r = learn.compare_precision([*LOW, 'half_weights'], n_steps=8)
     html = r._repr_html_()
     assert f'{r!r}\n' == expected('comparison')
     assert '<table' in html and '<code>learn.to_bf16()</code>' in html
@@ -363,7 +364,7 @@ def test_text_and_plot(expected):
         r.apply(learn, 'tf32')
     curves, bars = r.plot()
     assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', *r.losses]
-    assert len(curves.lines) == 6 and [t.get_text() for t in bars.texts[:2]] == ['1.00', '12.34']
+    assert len(curves.lines) == 7 and [t.get_text() for t in bars.texts] == ['1.00', '12.34', '-', '-']
     plt.close('all')
 
 
