@@ -13,11 +13,12 @@ from torch import nn
 
 from ..learners import inner_optimizer, training_device
 from ..precisions import PRECISIONS, Precision
-from ..precisions.base import defaults_of, written
+from ..precisions.base import written
 from ..precisions.matching import is_depthwise, is_grouped, match_modules, unwrapped
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback, set_precision
+from ..training.methods import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,32 @@ class Call:
     channels_last: bool = False # Whether the format changes; otherwise it stays as it is
 
     @classmethod
-    def of(cls, learn: Learner, precision: Precision) -> Call:
-        "Return the call that sets a precision, and keeps the options of the learner's precision callback."
-        cb, defaults = precision_callback(learn), defaults_of(MixedPrecision)
-        if cb is None or precision.kind is Precision: return cls(precision)
-        options = {name: getattr(cb, name) for name in ('on_overflow', 'max_skips')}
-        return cls(precision, {name: value for name, value in options.items() if value != defaults[name]})
+    def from_own(cls,
+        learn: Learner, # Its precision callback has the arguments and options to keep
+        of: type[Precision], # What the call selects
+        fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
+        init_scale: float | None = None, # First loss scale; the learner's own if None
+    ) -> Call:
+        """Return the call of a precision that keeps those of the learner's arguments that it has, with what is advised.
+
+        Modules are given by their names, which mean the same in a copy of the learner.
+        """
+        if of is Precision: return cls(Precision())
+        own, cb = own_precision(learn), precision_callback(learn)
+        new = own if own.origin is of else of()
+        for name, value in own.changed.items():
+            if name not in new.arguments: continue
+            if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
+            with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
+        changes: dict[str, Any] = {}
+        names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
+        if names: changes['fp32_modules'] = names
+        if init_scale and new.kind.scales_loss and 'enabled' not in new.changed:
+            is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
+            changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
+            if 'scaler' in new.changed: changes['scaler'] = None # which has its own scale
+        options = {name: getattr(cb, name) for name in OPTIONS if cb}
+        return cls(new.like(**changes), {k: value for k, value in options.items() if value != OPTIONS[k].default})
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
@@ -65,49 +86,19 @@ def _to_channels_last(learn):
     for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
 
 
-# -- the precision of a call
-
 def own_precision(learn: Learner) -> Precision:
     "Return the learner's precision; plain fp32 without a precision callback."
     return getattr(precision_callback(learn), 'precision', Precision())
 
 
-def like_own(
-    learn: Learner,
-    cls: type[Precision],
-    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
-    init_scale: float | None = None, # First loss scale; the learner's own if None
-) -> Precision:
-    """Return a precision of this class, with those of the learner's arguments that it has, and what is advised.
-
-    Modules are given by their names, which mean the same in a copy of the learner.
-    """
-    if cls is Precision: return Precision()
-    own = own_precision(learn)
-    new = own if own.origin is cls else cls()
-    for name, value in own.changed.items():
-        if name not in new.arguments: continue
-        if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
-        with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
-    changes: dict[str, Any] = {}
-    names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
-    if names: changes['fp32_modules'] = names
-    if init_scale and new.kind.scales_loss and 'enabled' not in new.changed:
-        is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
-        changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
-        if 'scaler' in new.changed: changes['scaler'] = None     # which has its own scale
-    return new.like(**changes)
-
-
 def advised(
     learn: Learner,
     kind: type[Precision],
-    fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
-    init_scale: float | None = None, # First loss scale; the learner's own if None
+    *advice: Any # Modules in fp32 and a loss scale, as in `Call.from_own`
 ) -> Call: # In the class of the learner's own precision, if that computes in `kind`
     "Return the call that trains in this precision, with what a report advises."
     own = own_precision(learn)
-    return Call.of(learn, like_own(learn, own.origin if own.kind is kind else kind, fp32_modules, init_scale))
+    return Call.from_own(learn, own.origin if own.kind is kind else kind, *advice)
 
 
 # -- the calls that are compared
@@ -124,7 +115,7 @@ def native_precisions(learn: Learner) -> list[type[Precision]]:
 
 def rows_of(
     learn: Learner,
-    precisions: Sequence[Precision], # Besides fp32
+    rows: Sequence[Call], # Besides fp32, in the learner's own format
 ) -> dict[str, Call]: # By name, fp32 first: the precision, then what else changes, as in 'bf16, channels last'
     """Return what to compare: each precision once, and variants of those that the device runs natively.
 
@@ -134,17 +125,18 @@ def rows_of(
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
     model, device = unwrapped(learn.model), training_device(learn)
-    plain = {p.name: Call.of(learn, p) for p in (Precision(), *precisions)}
+    plain = {row.precision.name: row for row in (Call(Precision()), *rows)}
     def is_native(row): return row.precision.support(device).status == 'native'
     native = {name: row for name, row in plain.items() if is_native(row)}
     with_layers = dict[str, Call]()
-    for p in [row.precision for row in native.values() if row.precision.dtype][:1]:
+    for row in [row for row in native.values() if row.precision.dtype][:1]:
+        p = row.precision
         in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
         for of_type in is_depthwise, is_grouped:
             if not any(map(of_type, {*model.modules()} - in_fp32)): continue
             keep = [*L(p.fp32_modules), of_type] if p.fp32_modules else of_type
             name = f"{p.name}, {of_type.__name__.removeprefix('is_')} in fp32"
-            with_layers[name] = Call.of(learn, p.like(fp32_modules=keep))
+            with_layers[name] = replace(row, precision=p.like(fp32_modules=keep))
     has_2d = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
     formats = (native | with_layers).items() if has_2d and not _is_channels_last(learn) else ()
     return plain | with_layers | {f'{name}, channels last': replace(row, channels_last=True) for name, row in formats}

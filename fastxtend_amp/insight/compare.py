@@ -13,7 +13,7 @@ from ..compat import is_compiled
 from ..devices.fp32_settings import settings_note
 from ..messages import check_argument
 from ..precisions import find_precision
-from .calls import Call, like_own, native_precisions, rows_of
+from .calls import Call, native_precisions, rows_of
 from .copies import note_of_left_out, several_processes
 from .display import Shown
 from .recommendation import COLUMNS, Speed, last_fifth, recommend, tolerance
@@ -133,7 +133,7 @@ def compare_precision(self: Learner,
     """
     rounds = Rounds(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
     classes = native_precisions(self) if precisions is None else [*map(find_precision, L(precisions))]
-    result = compared(rounds, rows_of(self, [like_own(self, cls) for cls in classes]))
+    result = compared(rounds, rows_of(self, [Call.from_own(self, cls) for cls in classes]))
     if precisions is None and not classes: result.notes[:0] = [_NOTHING_NATIVE]
     return result
 
@@ -157,14 +157,14 @@ def measure_and_choose(
     classes = native_precisions(learn)
     low = [cls.name for cls in classes if cls.dtype]
     verdicts = learn.precision_report(low, max_seconds=FOR_REPORT * max_seconds).verdicts if low else {}
-    precisions, notes = [], [] if classes else [_NOTHING_NATIVE]
+    rows, notes = [], [] if classes else [_NOTHING_NATIVE]
     for cls in classes:
         v = verdicts.get(cls.name)
-        if v is None: precisions.append(like_own(learn, cls))
+        if v is None: rows.append(Call.from_own(learn, cls))
         elif v.call and v.verdict not in ('do not use', 'cannot run'):
-            precisions.append(like_own(learn, cls, v.modules, v.init_scale))
+            rows.append(Call.from_own(learn, cls, v.modules, v.init_scale))
         else: notes.append(f'{cls.name}: {v.reason}.')
-    result = compared(rounds, rows_of(learn, precisions))
+    result = compared(rounds, rows_of(learn, rows))
     result.notes[:0] = notes
     result.apply(learn)
     vars(learn)['precision_decision'] = result                   # which `export` leaves out

@@ -8,7 +8,7 @@ from fastcore.basics import noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
-from .calls import advised, like_own
+from .calls import Call, advised
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .recording import Recording
@@ -85,7 +85,7 @@ class Judge:
 
     def _run(self, keep):
         self.before_run(self.kind.name)
-        precision = like_own(self.learn, self.kind, keep, self.scale)
+        precision = Call.from_own(self.learn, self.kind, keep, self.scale).precision
         self.runs.append(self.sample.run(precision))
         return self.runs[-1]
 
@@ -172,7 +172,7 @@ class Judge:
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
         self.before_run(self.kind.name)
-        precision = like_own(self.learn, self.kind, keep, init_scale or self.first_scale)
+        precision = Call.from_own(self.learn, self.kind, keep, init_scale or self.first_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
         except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
         self.distance = self.distance or distance

@@ -23,7 +23,7 @@ from ..precisions.base import Rounding
 from ..precisions.matching import ROOT, qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
-from .calls import Call, like_own
+from .calls import Call
 from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_reference
 from .random_states import RandomState, random_state, set_random_state
@@ -173,8 +173,8 @@ def running_copy(
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     # The precision of this dtype needs neither hardware nor other packages.
     of_dtype = find_precision(precision.dtype or torch.float32)
-    simulated = like_own(learn, of_dtype, precision.fp32_modules or (), precision.first_scale)
-    with (copied_learner(learn, Call(simulated)) as copy, torch.compiler.set_stance('force_eager'),
+    simulated = Call.from_own(learn, of_dtype, precision.fp32_modules or (), precision.first_scale)
+    with (copied_learner(learn, simulated) as copy, torch.compiler.set_stance('force_eager'),
           fp32_settings(FULL_PRECISION)):
         modules = dict(qualified_names(copy.model))
         for name, rounding in precision.rounding(copy.model).items():

@@ -23,13 +23,13 @@ from .loop import PRECISION_CALLBACKS, exchange, precision_callback, set_precisi
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
-_OPTIONS = {name: p for name, p in inspect.signature(MixedPrecision.__init__, eval_str=True).parameters.items()
+OPTIONS = {name: p for name, p in inspect.signature(MixedPrecision.__init__, eval_str=True).parameters.items()
             if p.kind is p.KEYWORD_ONLY}
 
 
 def _pop_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     "Remove the options of `MixedPrecision` from arguments of a method, and return them."
-    return {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    return {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
 
 
 def _add_method(cls: type[Precision]) -> None:
@@ -48,7 +48,7 @@ def _add_method(cls: type[Precision]) -> None:
         return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
 
     first, *_ = inspect.signature(method).parameters.values()
-    parameters = [first, *parameters_of(cls).values(), *_OPTIONS.values()]
+    parameters = [first, *parameters_of(cls).values(), *OPTIONS.values()]
     signature = inspect.Signature(parameters, return_annotation=Learner)
     vars(method).update(__signature__=signature, __delwrap__=cls.__init__)   # where fastcore's `docments` looks
     method.__name__, method.__qualname__, method.__doc__ = name, f'Learner.{name}', cls.__doc__

@@ -29,7 +29,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.calls import like_own, native_precisions, rows_of
+from fastxtend_amp.insight.calls import Call, native_precisions, rows_of
 from fastxtend_amp.insight.compare import compared
 from fastxtend_amp.insight.recommendation import COLUMNS, Speed, recommend, tolerance
 from fastxtend_amp.insight.rounds import Rounds
@@ -195,7 +195,7 @@ def choose_row(name: str, device: torch.device, max_seconds: float) -> str:
     dls = DataLoaders(batches * 5, batches[:1], device=device)
     learn = Learner(dls, model, nn.functional.cross_entropy, opt_func=fused('AdamW'))
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()):
-        rows = rows_of(learn, [like_own(learn, cls) for cls in native_precisions(learn)])
+        rows = rows_of(learn, [Call.from_own(learn, cls) for cls in native_precisions(learn)])
         start = time.perf_counter()
         plain = learn.model.state_dict()
         learn.to_amp(measure=True, max_seconds=max_seconds)

@@ -16,7 +16,7 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp import is_depthwise, is_grouped
-from fastxtend_amp.insight.calls import Call, advised, like_own, own_precision
+from fastxtend_amp.insight.calls import Call, advised, own_precision
 from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from fastxtend_amp.training.loop import precision_callback
@@ -465,7 +465,7 @@ HALF = 'learn.to_half_weights('
 )
 def test_a_precision_has_the_arguments_of_the_learners_own_that_it_accepts(own, name, written):
     learn = own(learner())
-    call = Call.of(learn, like_own(learn, find_precision(name)))
+    call = Call.from_own(learn, find_precision(name))
     assert str(call) == written
     call.apply(learn)
     assert own_precision(learn) == call.precision
@@ -476,9 +476,9 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     scaled, before = learner().to_fp16(scaler=scaler), scaler.state_dict()
     assert scaled.compare_precision('fp16', n_steps=3).table['final scale']['fp16'] > 64
     assert scaler.state_dict() == before
-    assert like_own(scaled, FP16, (), 4.0).changed == {'init_scale': 4.0}  # instead of the user's own scaler
-    assert like_own(scaled, FP16, ['0']).changed.keys() == {'scaler', 'fp32_modules'}
-    static = advised(learner().to_fp16(loss_scale=8.0), FP16, init_scale=4.0)
+    assert str(advised(scaled, FP16, (), 4.0)) == 'learn.to_fp16(init_scale=4.0)'  # instead of the user's own scaler
+    assert advised(scaled, FP16, ['0']).precision.changed.keys() == {'scaler', 'fp32_modules'}
+    static = advised(learner().to_fp16(loss_scale=8.0), FP16, (), 4.0)
     assert str(static) == 'learn.to_fp16(loss_scale=4.0)'
 
 

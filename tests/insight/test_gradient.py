@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp.insight.calls import like_own
+from fastxtend_amp.insight.calls import Call
 from fastxtend_amp.insight.sample import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
@@ -58,7 +58,7 @@ def by_hand(model, dls, dtype, n=6):
 
 
 def distance(learn, mode='bf16', keep=(), scale=1.0, n=6):
-    precision = like_own(learn, find_precision(mode), keep, scale)
+    precision = Call.from_own(learn, find_precision(mode), keep, scale).precision
     return gradient_distance(learn, [*learn.dls.train][:n], precision).ratio
 
 
