@@ -65,16 +65,20 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     with_opt = kwargs.get('with_opt')
     if args and isinstance(self, TextLearner): with_opt = args[0]     # whose `load` has `device` after it
     if with_opt is not False: loaded_states(self).clear()        # of an earlier file
-    of_optimizer = self.opt.load_state_dict
+    of_optimizer, in_file = self.opt.load_state_dict, dict[str, Any]()
 
     def load_state_dict(state: Any) -> None:
         if with_opt is False: return                             # which `TextLearner.load` ignores
-        states = {cls.state_key: state[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in state}
-        if cb is not None: cb.load_state_dict(states.pop(cb.precision.state_key, None))
-        if states: self.loaded_precision = states
+        in_file.update(state)
         of_optimizer(state)
 
-    with patch.object(self.opt, 'load_state_dict', load_state_dict): return original(self, file, *args, **kwargs)
+    with patch.object(self.opt, 'load_state_dict', load_state_dict): original(self, file, *args, **kwargs)
+    # Not above: fastai turns each error of `load_state_dict` into a warning, and then the optimizer has no state.
+    states = {cls.state_key: in_file[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in in_file}
+    own = states.pop(cb.precision.state_key, None) if cb is not None else None
+    if states: self.loaded_precision = states
+    if cb is not None and in_file: cb.load_state_dict(own)
+    return self
 
 
 def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:

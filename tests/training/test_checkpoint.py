@@ -238,6 +238,18 @@ def test_files_exports_and_models_are_read_without_the_package(tmp_path):
     assert done.stdout == 'read 3\n', done.stderr[-2000:]
 
 
+@pytest.mark.parametrize('change', [{'scale': float('inf')}, {'_growth_tracker': None}], ids=str)
+def test_a_damaged_loss_scale_raises_after_the_optimizer_is_loaded(change, tmp_path):
+    learn, new = after_fits('overflowing', tmp_path), make('overflowing', path=tmp_path)
+    content = in_file(file := learn.save('a'))
+    content['opt'][KEY] |= change
+    torch.save(content, file)
+    with pytest.raises(ValueError, match='state=.* cannot be used'):
+        new.load('a')
+    new.mixed_precision.load_state_dict(learn.mixed_precision.state_dict())
+    assert goes_on_alike(learn, new)
+
+
 @pytest.mark.parametrize('first', ['fp32', 'bf16'])
 def test_a_file_that_is_loaded_before_fp16_is_set(first, tmp_path):
     "Also after `save` and `lr_find` in between. A scale that is given counts more than the file, with one warning."
