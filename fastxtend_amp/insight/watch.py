@@ -93,7 +93,7 @@ class Watch(Watcher):
         watched, history = self.watched, self.cb.history
         if not (watched and watched.batch and (scaling := self.cb.fit.scaling)): return
         # What the device has decided is known once it has been read.
-        if scaling.found_inf is not True and (history.unread or scaling.found_inf is False): return
+        if history.unread if scaling.step.on_device else not scaling.step.found_inf: return
         if not (n := history.skips_in_a_row()): return
         scale = history.scales[-1]
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
@@ -104,7 +104,7 @@ class Watch(Watcher):
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
         scaling = self.watched and self.cb.fit.scaling
-        if scaling and torch.is_tensor(scaling.found_inf):
+        if scaling and scaling.step.on_device:
             self.cb.history.read()
             self.after_step()
         self._check_recorded()

@@ -148,7 +148,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def skipped(self) -> bool:
         "True if the latest step was skipped; known from `before_step` (order > 10) on. May synchronize."
-        return bool((scaling := self._scaling) and scaling.found_inf)
+        return bool((scaling := self._scaling) and scaling.step.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
         "Return the precision's state as plain numbers; empty in bf16 and fp32."
@@ -167,7 +167,7 @@ class MixedPrecision(fp16.MixedPrecision):
     ) -> torch.Tensor: # To call `.backward()` on
         "Return `loss` times the loss scale, in a training batch with loss scaling; otherwise `loss` itself."
         if scaling := self._scaling:
-            scaling.versions = None                              # its backward pass adds to scaled ones
+            scaling.early_changes = None                         # its backward pass adds to scaled ones
             loss = scaling.scale_loss(loss)
         return loss
 
@@ -289,11 +289,11 @@ class MixedPrecision(fp16.MixedPrecision):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
         if not (scaling := self.fit.scaling): return
         scaling.unscale()
-        if scaling.found_inf is True: raise CancelStepException
+        if scaling.host_skips: raise CancelStepException
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."
-        if (scaling := self._scaling) and not scaling.found_inf: scaling.cancel()
+        if (scaling := self._scaling) and not scaling.step.found_inf: scaling.cancel()
 
     def after_step(self):
         "Record the step, and update the scale."

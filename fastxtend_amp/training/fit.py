@@ -61,13 +61,13 @@ class Fit(ExitStack):
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."
         backward()
-        if self.scaling: self.scaling.note_versions()
+        if self.scaling and self.scaling.early_changes: self.scaling.early_changes.note()
 
     def run_step(self, step: Callable[[], object]) -> None:
         "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
         if self.scaling:
             self.scaling.end_pass()
-            if self.scaling.found_inf is True: raise CancelStepException
+            if self.scaling.host_skips: raise CancelStepException
         self.precision.step(self.learn, step)
 
     def end(self, failed: bool) -> None:

@@ -1,7 +1,4 @@
-"""Optimizers for `Learner(opt_func=...)`: torch's fused ones, and those with Kahan summation for bf16 weights.
-
-At the end: which optimizers skip a step on the device.
-"""
+"Optimizers for `Learner(opt_func=...)`: torch's fused ones, and those with Kahan summation for bf16 weights."
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +6,6 @@ from typing import Any
 
 import torch
 from fastai.optimizer import OptimWrapper, pytorch_hp_map
-from torch import nn
 
 _CLASSES = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FUSED: dict[Any, Any] = {cls.__name__: cls for cls in _CLASSES}
@@ -28,8 +24,9 @@ def fused(
     It differs from fastai's `Adam` in two ways. The defaults are torch's: `fused('AdamW', betas=(.9, .99), eps=1e-5)`
     uses fastai's. Weight decay applies to all parameters, normalization layers and biases included.
 
-    Raises `ValueError` for other optimizers, and `TypeError` for arguments that `optimizer` does not have or that
-    fastai sets, such as `lr`. On a device without the fused kernel PyTorch raises `RuntimeError` in the first step.
+    Raises `ValueError` for other optimizers, and `TypeError` for arguments that `optimizer` does not have or that are
+    set already: `params`, `lr` and `fused`. On a device without the fused kernel PyTorch raises `RuntimeError` in the
+    first step.
 
     Source: https://docs.pytorch.org/docs/stable/optim.html
     """
@@ -38,8 +35,6 @@ def fused(
         raise ValueError(f"optimizer={optimizer!r} cannot be used: fused supports {', '.join(FUSED)} or torch's class "
                          "of that name, such as torch.optim.AdamW.\nfastai's Adam decays weights as torch's AdamW "
                          'does. Pass other optimizers to `Learner(opt_func=...)` directly.')
-    if not hypers.pop('fused', True):
-        raise ValueError('fused=False cannot be used: `fused` always returns a fused optimizer.')
     inspect.signature(cls).bind_partial(None, None, fused=True, **hypers)   # `params` and `lr`, which fastai gives
     return partial(OptimWrapper, opt=partial(cls, fused=True, **hypers))
 
@@ -69,18 +64,3 @@ def kahan(
     inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError`, also for torch's optimizers
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)
-
-
-# -- optimizers that skip a step on the device
-
-def skips_on_device(opt: Any, params: list[nn.Parameter]) -> bool: # The learner's; those with gradients
-    """Return whether the next step is one of torch's fused kernels, which have no effect if `opt.opt.found_inf` is 1.
-
-    A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
-    (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
-    """
-    if type(opt) is not OptimWrapper or type(opt.opt) not in FUSED.values(): return False
-    if not all(group.get('fused') for group in opt.opt.param_groups): return False
-    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return False
-    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.opt.param_groups)
-    return is_plain_sgd or all(map(opt.opt.state.get, params))

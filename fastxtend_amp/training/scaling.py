@@ -3,7 +3,7 @@
     before a batch      gradients *= scale, unless they are scaled already              `start`
     before backward     loss *= scale                                                   `scale_loss`
     before a step       gradients /= scale; is one of them not finite?                  `unscale`
-    the step            The host skips it, or a fused optimizer skips it on the device.
+    the step            The host skips it (`HostStep`), or the device (`DeviceStep`).
     after the step      The scale grows or backs off.                                   `update`
                         If another callback cancelled the step, the scale stays.        `cancel`
     after the fit       gradients /= scale                                              `end`
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from enum import Enum
-from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -27,7 +26,7 @@ from ..messages import warn_user
 from ..precisions import Precision
 from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
-from .optimizers import skips_on_device
+from .steps import DeviceStep, HostStep, skips_on_device
 
 _ROOM = FP16_LARGEST / 16  # leaves room for a gradient 16 times as large
 _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the callback that has used it
@@ -39,6 +38,9 @@ class Gradients(Enum):
     SCALED = 'times the scale: backward passes add to them'
     IN_STEP = 'true, in a step that is under way'
     IN_PASS = 'times the scale again, while another backward pass of that step runs'
+
+
+_IN_STEP = Gradients.IN_STEP, Gradients.IN_PASS
 
 
 class Scaling:
@@ -60,21 +62,16 @@ class Scaling:
         # The scale.
         scaler.scale(torch.ones((), device=device))              # puts it on the device
         self.history.begin_fit(self._copied_scale(), state['scale'])
-        self.tracker = state['_growth_tracker']                  # counts as `GradScaler` does, without synchronizing
         self.first_scale = cb.precision.first_scale
-        self.low = min(1., self.first_scale)                     # a lower one is due to skips: see `_mend_scale`
+        self.lowest_normal = min(1., self.first_scale)           # a lower one is due to skips: see `_mend_scale`
         self.has_warned = False                                  # of a lower one
+        # Steps since the scale last changed, as `GradScaler` counts them; None where only the device knows.
+        self.tracker: int | None = state['_growth_tracker']
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
-        self.passes: list[Any] = []                              # backward passes, as optimizers: see `_divide`
-        self.fused: Any = None                                   # torch's optimizer if it skips this step on the device
-        self.found_inf: bool | torch.Tensor = False              # True: the host skips the step; a tensor: the device
-        self.largest = math.inf                                  # gradient of a good step where the scale is low
-        # Of the gradients after a backward pass, in the first step: shows who changes scaled ones.
-        self.versions: list[tuple[int, int]] | None = None if state['scale'] == 1 else []
-
-    @property
-    def in_step(self) -> bool: return self.gradients in (Gradients.IN_STEP, Gradients.IN_PASS)
+        self.step: HostStep | DeviceStep = HostStep()            # the newest one
+        self.passes: list[Any] = []                              # its backward passes: see `_divide`
+        self.early_changes = None if state['scale'] == 1 else EarlyChanges(cb.learn)   # until the first step
 
     # -- a step
 
@@ -87,7 +84,7 @@ class Scaling:
 
     def scale_loss(self, loss: Any) -> Any: # A tensor; before a step also several
         "Return the loss (fp32) times the scale. During a step gradients are scaled while its backward pass runs."
-        if not self.in_step:
+        if self.gradients not in _IN_STEP:
             self.start()
             return self.scaler.scale(loss)
         self.end_pass()                                          # of a backward pass that failed
@@ -102,91 +99,81 @@ class Scaling:
     def end_pass(self) -> None:
         "Unscale the gradients after another backward pass in a step; if that failed, before the optimizer's step."
         if self.gradients is not Gradients.IN_PASS: return
-        self._divide(self._params())
+        self._divide(_params(self.learn))
         self.gradients = Gradients.IN_STEP
-
-    def note_versions(self) -> None:
-        "In the first step, record the versions of the gradients after a backward pass."
-        if self.versions is not None: self.versions = _versions(self._params())
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
-        self.found_inf = False
-        if self.gradients is not Gradients.SCALED or not (params := self._params()): return
-        if self.versions and self.versions != _versions(params): warn_of_early_changes(self.learn)
-        self.versions = None
-        is_low = self.history.known_scale < self.low             # which the host mends
-        on_device = not is_low and skips_on_device(self.learn.opt, params)
-        self.fused = self.learn.opt.opt if on_device else None
+        self.step = HostStep()
+        if self.gradients is not Gradients.SCALED or not (params := _params(self.learn)): return
+        if self.early_changes: self.early_changes.warn()
+        self.early_changes = None
+        is_low = self.history.known_scale < self.lowest_normal   # which the host mends
+        if not is_low and skips_on_device(self.learn.opt, params): self.step = DeviceStep(self.learn.opt.opt)
         self.gradients = Gradients.IN_STEP
         self._divide(params)
         # Before anybody clips.
-        self.largest = largest_gradient(params) if is_low and not self.found_inf else math.inf
+        if is_low and not self.step.found_inf: self.step.largest = largest_gradient(params)
 
-    def _params(self) -> list[Any]:
-        return [p for p in optimizer_params(self.learn.opt) if p.grad is not None]
+    @property
+    def host_skips(self) -> bool:
+        "True if the host must skip the step under way."
+        return not self.step.on_device and self.step.found_inf
 
     def _multiply(self) -> None:
         grads = defaultdict(list)
-        for p in self._params(): grads[p.grad.device].append(p.grad)
+        for p in _params(self.learn): grads[p.grad.device].append(p.grad)
         for device, alike in grads.items(): torch._foreach_mul_(alike, self.scaler._scale.to(device))
 
     def _divide(self, params: list[Any]) -> None:
         # `GradScaler` keeps what it found by optimizer; an object with `param_groups` is enough.
         self.passes.append(SimpleNamespace(param_groups=[{'params': params}]))
         self.scaler.unscale_(self.passes[-1])
-        found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
-        if self.fused is None: self.found_inf = any(map(bool, found))   # synchronizes, once for each device
-        else:
-            self.found_inf = reduce(torch.maximum, found)
-            self.fused.grad_scale, self.fused.found_inf = None, self.found_inf
+        self.step.look([flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()])  # 1.6
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
-        if not self.in_step:                                     # no gradients, or another callback cancelled it
-            self.found_inf = False
+        if self.gradients not in _IN_STEP:                       # no gradients, or another callback cancelled it
+            self.step = HostStep()
             return
-        if self.device.type == 'cpu': self.found_inf = bool(self.found_inf)   # which does not synchronize there
-        self.buffers.repair(self.found_inf)
         self._end_step()
-        self.tracker += 1
-        next_scale = self.history.next_scale
-        if self.found_inf is not False or self.tracker == self.scaler.get_growth_interval():
-            next_scale, self.tracker = self._copied_scale(), 0
-        self.history.add(self.found_inf, next_scale)
-        if self.found_inf is True or self.largest < math.inf: self._mend_scale()
+        step, tracker = self.step, self.tracker
+        # On a CPU the host can read what the optimizer has decided without synchronizing.
+        if step.on_device and self.device.type == 'cpu': step = self.step = HostStep(bool(step.found_inf))
+        self.buffers.repair(step.found_inf)
+        if step.on_device: tracker = None
+        elif tracker is None: tracker = self.scaler.state_dict()['_growth_tracker']
+        else: tracker = 0 if step.found_inf else (tracker + 1) % self.scaler.get_growth_interval()
+        self.tracker = tracker
+        self.history.add(step.found_inf, self.history.next_scale if tracker else self._copied_scale())
+        if not step.on_device and (step.found_inf or step.largest is not None): self._mend_scale(step.largest)
 
     def cancel(self) -> None:
         "End a step that another callback cancelled: scale and growth tracker stay."
-        if self.in_step: self._end_step(self.scaler.get_scale())
+        if self.gradients in _IN_STEP: self._end_step(self.scaler.get_scale())
 
     def _end_step(self, new_scale: float | None = None) -> None: # As in `GradScaler.update`: None grows or backs off
         self.end_pass()
         self.scaler.update(new_scale)
-        if self.fused:
-            for name in ('grad_scale', 'found_inf'): vars(self.fused).pop(name, None)
-            # Undocumented, since 1.6. At scale 0 NaN would pass, so it stays above 0 until the host mends it.
-            self.scaler._scale.clamp_(min=FP16_SMALLEST / 2)
-        self.passes, self.fused, self.gradients = [], None, Gradients.BETWEEN_STEPS
+        if self.step.on_device: self.step.end(self.scaler)
+        self.passes, self.gradients = [], Gradients.BETWEEN_STEPS
 
     # -- the scale
 
     def _copied_scale(self) -> torch.Tensor: return self.scaler._scale.to(self.device, copy=True)
 
-    def _mend_scale(self) -> None:
+    def _mend_scale(self, largest: float | None) -> None: # The largest gradient, of a good step at a low scale
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
-        After a good step the scale becomes the largest power of two at which 16 times its largest gradient fits fp16,
-        but not more than the first scale, or than the highest one of a good step of this fit.
+        After a good step the scale becomes the largest power of two at which its gradients could grow 16-fold and
+        still fit fp16, but no higher than the first scale, or than the highest one of a good step of this fit.
         """
         scale = new = self.scaler.get_scale()
-        if scale < self.low:
+        if scale < self.lowest_normal:
             good = self.history.highest_good()
-            most = min(self.first_scale, good) if good >= self.low else self.first_scale
-            if scale < FP16_SMALLEST or self.largest == 0: new = most
-            elif self.largest < math.inf:
-                fits = 2. ** math.floor(math.log2(_ROOM / self.largest))
-                new = max(scale, min(fits, most))
+            most = min(self.first_scale, good) if good >= self.lowest_normal else self.first_scale
+            if scale < FP16_SMALLEST or largest == 0: new = most
+            elif largest: new = max(scale, min(2. ** math.floor(math.log2(_ROOM / largest)), most))
         self.history.known_scale = new
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
@@ -206,7 +193,7 @@ class Scaling:
     def end(self, failed: bool) -> None:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
         if self.gradients is Gradients.SCALED: self.unscale()
-        if self.learn.opt and (failed or self.found_inf):
+        if self.learn.opt and (failed or self.step.found_inf):
             self.buffers.repair(True)
             self.learn.opt.zero_grad()
         self.cancel()
@@ -230,15 +217,26 @@ class Scaling:
 
 # -- the gradients
 
-def _versions(params: list[Any]) -> list[tuple[int, int]]:
-    return [(id(p.grad), p.grad._version) for p in params]
+class EarlyChanges:
+    "Looks, in the first step of a fit, for callbacks of the user that change gradients while they are scaled."
+    versions: list[tuple[int, int]] | None = None                # of the gradients, after a backward pass
+    def __init__(self, learn: Learner): self.learn = learn
+
+    def note(self) -> None:
+        "Note the gradients, after a backward pass of fastai's loop."
+        self.versions = [(id(p.grad), p.grad._version) for p in _params(self.learn)]
+
+    def warn(self) -> None:
+        "Before gradients are unscaled, warn of the callbacks that may have changed them since."
+        before = self.versions
+        self.note()
+        if before in (None, self.versions): return
+        others, events = ('fastai.', 'fastxtend_amp.'), {'after_backward', 'before_step'}   # XLA's averages gradients
+        early = (cb for cb in self.learn.cbs if cb.order < 10 and events & {*object.__dir__(cb)})
+        found = [type(cb).__name__ for cb in early if not type(cb).__module__.startswith(others)]
+        if found:
+            warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before "
+                      'they are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
 
 
-def warn_of_early_changes(learn: Learner) -> None:
-    "Warn of the user's callbacks that may have changed scaled gradients."
-    others, events = ('fastai.', 'fastxtend_amp.'), {'after_backward', 'before_step'}   # XLA's averages gradients
-    early = (cb for cb in learn.cbs if cb.order < 10 and events & {*object.__dir__(cb)})
-    found = [type(cb).__name__ for cb in early if not type(cb).__module__.startswith(others)]
-    if found:
-        warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before they "
-                  'are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
+def _params(learn: Learner) -> list[Any]: return [p for p in optimizer_params(learn.opt) if p.grad is not None]

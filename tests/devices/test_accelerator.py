@@ -140,6 +140,14 @@ def test_a_scale_that_falls_to_0_starts_again(sim):
     assert finite(learn) and learn.mixed_precision.scale == 256.0
 
 
+def test_the_scale_grows_in_a_step_of_the_host_after_those_of_the_device(sim):
+    "The fourth step gives a layer its first gradient, and so its state in the optimizer: the host decides."
+    unfreeze = At('before_batch', lambda l: l.training and l.model[0].requires_grad_(l.iter > 2), 20)
+    learn = build('fp16', 'fused adamw', scaling=CALM | dict(growth_interval=4), cbs=unfreeze)
+    learn.fit(1, 0.01)
+    assert learn.mixed_precision.scales == [256.0] * 4 + [512.0] * 2 and learn.mixed_precision.scale == 512.0
+
+
 # -- files and copies
 
 

@@ -1,0 +1,51 @@
+"An optimizer step with loss scaling: who skips it if a gradient is not finite, the host or the device."
+from functools import reduce
+from typing import Any
+
+import torch
+from fastai.optimizer import OptimWrapper
+from torch import nn
+
+from ..tensors import FP16_SMALLEST
+from .optimizers import FUSED
+
+
+class HostStep:
+    "A step that the host skips if a gradient is not finite. To know that, it synchronizes."
+    on_device = False
+    largest: float | None = None                                 # gradient, of a good step at a low scale
+    def __init__(self, found_inf: bool = False): self.found_inf = found_inf
+
+    def look(self, flags: list[torch.Tensor]) -> None: # 1 where a backward pass found NaN or inf on a device
+        "Find out whether to skip the step."
+        self.found_inf = any(map(bool, flags))
+
+
+class DeviceStep:
+    "A step of one of torch's fused optimizers, which has no effect if `found_inf` is 1. The host does not know that."
+    on_device = True
+    found_inf: torch.Tensor                                      # 0-dim
+    def __init__(self, optimizer: torch.optim.Optimizer): self.optimizer = optimizer
+
+    def look(self, flags: list[torch.Tensor]) -> None: # As in `HostStep`
+        "Tell the optimizer whether to skip the step."
+        self.found_inf = reduce(torch.maximum, flags)
+        vars(self.optimizer).update(grad_scale=None, found_inf=self.found_inf)
+
+    def end(self, scaler: Any) -> None: # A `GradScaler` that has been updated
+        "Forget it. At scale 0 NaN would pass, so the scale stays above 0 until the host mends it."
+        for name in ('grad_scale', 'found_inf'): vars(self.optimizer).pop(name, None)
+        scaler._scale.clamp_(min=FP16_SMALLEST / 2)              # undocumented, since 1.6
+
+
+def skips_on_device(opt: Any, params: list[nn.Parameter]) -> bool: # The learner's; those with gradients
+    """Return whether the next step is one of torch's fused kernels, which have no effect if `opt.opt.found_inf` is 1.
+
+    A skipped first step would create the optimizer's state, and fused SGD would leave its momentum uninitialised
+    (PyTorch 2.13). MPS has had kernels that ignore the flag (github.com/pytorch/pytorch/pull/186360).
+    """
+    if type(opt) is not OptimWrapper or type(opt.opt) not in FUSED.values(): return False
+    if not all(group.get('fused') for group in opt.opt.param_groups): return False
+    if len({p.device for p in params}) > 1 or params[0].device.type == 'mps': return False
+    is_plain_sgd = all(group.get('momentum') == 0 for group in opt.opt.param_groups)
+    return is_plain_sgd or all(map(opt.opt.state.get, params))
