@@ -185,39 +185,36 @@ def compared(
     rows: dict[str, Call], # fp32 first
 ) -> PrecisionComparison:
     "Train in all rows, and return what that shows."
-    rounds.run(rows)
-    n, base, runs = rounds.n_compared, rounds.base, rounds.runs
-    columns = {name: _row(run, base, n) for name, run in runs.items()}
-    table = pd.DataFrame(columns).T.infer_objects()
-    seed_losses = [run.loss(n) for run in rounds.seeds]
-    tolerated = tolerance(base.losses[:n], seed_losses, last_fifth(n))
-    seconds = math.nan if rounds.is_short else rounds.max_seconds - min(0, rounds.left)
+    rounds.compare(rows)
+    n, base, trials = rounds.n_compared, rounds.base, rounds.trials
+    table = pd.DataFrame({name: _row(trial, base, n) for name, trial in trials.items()}).T.infer_objects()
+    tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in rounds.seeds], last_fifth(n))
     scaled = [name for name, row in rows.items() if row.precision.scales_loss]
-    recommended, reason = recommend(table, tolerated, scaled, seconds)
+    recommended, reason = recommend(table, tolerated, scaled, rounds.spent)
     return PrecisionComparison(
         table,
-        losses={name: run.losses[:n] for name, run in runs.items()},
-        seed_losses=[run.losses for run in rounds.seeds],
+        losses={name: trial.losses[:n] for name, trial in trials.items()},
+        seed_losses=[trial.losses for trial in rounds.seeds],
         recommended=recommended,
         reason=reason,
         notes=[*_notes(rounds)],
         rows=rows)
 
 
-def _row(run, base, n): # Its columns, which `PrecisionComparison` documents
-    speed = Speed(math.nan) if run.status else run.speed_up(base)      # the rounds of the others are not its own
-    loss = run.loss(n)
-    support = run.status or run.call.precision.support(run.device).status
-    return {'support': support, 'steps': len(run.losses), 'rounds': len(run.times),
+def _row(trial, base, n): # Its columns, which `PrecisionComparison` documents
+    speed = Speed(math.nan) if trial.status else trial.speed_up(base)  # the others ran in other rounds as well
+    loss = trial.loss(n)
+    support = trial.status or trial.call.precision.support(trial.device).status
+    return {'support': support, 'steps': len(trial.losses), 'rounds': len(trial.times),
             'ms per step': 1000 * base.pace / speed.mid, **dict(zip(COLUMNS, speed)),
             'loss': loss, 'loss difference': loss - base.loss(n),
-            'skipped': run.skipped, 'final scale': run.scale, 'peak MB': run.peak / 1e6,
-            'weights moved': run.moved / (base.moved or math.nan), 'note': run.reason}
+            'skipped': trial.skipped, 'final scale': trial.scale, 'peak MB': trial.peak / 1e6,
+            'weights moved': trial.moved / (base.moved or math.nan), 'note': trial.reason}
 
 
 def _notes(rounds):
     "Say how losses were compared, and what limits the comparison."
-    if len(rounds.runs) > 1:
+    if len(rounds.trials) > 1:
         yield (f'Losses: mean of the last fifth of {rounds.n_compared:,} steps. fp32 was repeated with '
                f'{len(rounds.seeds)} of {rounds.n_seeds} other seeds.')
     yield from note_of_left_out(rounds.learn)

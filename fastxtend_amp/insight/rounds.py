@@ -2,7 +2,7 @@
 
 `max_seconds` is for batches, then rounds, then fp32 with other seeds; before all of them, `to_amp` makes a report.
 """
-import random, time
+import math, random, time
 from contextlib import ExitStack
 
 from fastai.learner import Learner
@@ -16,7 +16,7 @@ from .copies import check_above_0, check_learner, loader_like, no_batch
 from .display import progress_bar
 from .random_states import random_state_kept
 from .recommendation import FEWEST_ROUNDS, last_fifth
-from .run import Run
+from .trial import Trial
 from .values import tensors
 
 N_STEPS, N_SEEDS = 50, 3        # defaults
@@ -28,7 +28,7 @@ _LONGEST = .1                   # seconds of a round in fp32; longer ones are di
 
 
 class Rounds:
-    """Training runs side by side: in fp32 and in other rows.
+    """Trials side by side: in fp32 and in other rows.
 
         train all in alternating rounds, for `n_steps`; drop what is clearly slower
         go on as long as one of them may be the fastest
@@ -53,54 +53,23 @@ class Rounds:
             raise ValueError(f"{method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
                              'batch.\nRun one: `learn.model(learn.dls.one_batch()[0])`.')
         self.learn, self.method, self.n_steps, self.n_seeds, self.lr = learn, method, n_steps, n_seeds, lr
-        self.seeds = list[Run]()                                 # fp32 with other seeds
+        self.seeds = list[Trial]()                               # fp32 with other seeds
 
-    @property
-    def left(self) -> float:
-        "The seconds that are left."
-        return self.end - time.monotonic()
-
-    @property
-    def is_short(self) -> bool:
-        "True if `n_steps` gives no interval, so that nothing is certain."
-        return self.n_steps <= FEWEST_ROUNDS
-
-    @property
-    def n_compared(self) -> int:
-        "The number of steps whose losses are compared."
-        return min(self.n_steps, len(self.base.losses))
-
-    @property
-    def running(self) -> list[Run]:
-        "The runs that are still in the rounds, fp32 first."
-        return [run for run in self.runs.values() if not run.status]
-
-    @property
-    def fastest(self) -> Run:
-        "The fastest run of those that clearly pay; fp32 if none does."
-        paying = [run for run in self.running if run.speed_up(self.base).pays]
-        return max(paying, key=lambda run: run.speed_up(self.base), default=self.base)
-
-    @property
-    def undecided(self) -> list[Run]:
-        "The runs that may be more than 5% faster than the fastest."
-        best = self.fastest
-        return [run for run in self.running if run is not best and run.speed_up(best).is_undecided]
-
-    def run(self, rows: dict[str, Call]) -> None: # fp32 first
+    def compare(self, rows: dict[str, Call]) -> None: # fp32 first
         "Train in all rows."
         if len(rows) == 1: self.n_steps = 1                      # there is nothing to compare fp32 with
         with (random_state_kept(), progress_bar(self.learn, self.left) as self.tick, ExitStack() as copies):
             self.batches = self._batches()
-            self.runs = {name: Run(self.learn, name, call) for name, call in rows.items()}
-            self.base = self.runs['fp32']
-            for run in self.running:
-                with run.error_recorded(): run.begin(copies, self.batches, self.n_steps, self.lr)
+            self.trials = {name: Trial(self.learn, name, call) for name, call in rows.items()}
+            for trial in self.staying:
+                with random_state_kept(), trial.error_recorded(): self._begin(trial, copies)
             self.train()
-            for run in self.running: run.measure_end()
+            for trial in self.staying: trial.measure_end()
             copies.close()
             for seed in range(1, 1 + self.n_seeds):
                 if self.left > self.n_compared * self.base.pace: self._train_with(seed)
+
+    def _begin(self, trial, copies): trial.begin(copies, self.batches, self.n_steps, self.lr)
 
     def _batches(self):
         "Return a batch for each step, as far as time and memory reach."
@@ -120,63 +89,102 @@ class Rounds:
         The first two rounds have one step: a warm-up, and one that shows how long a step takes.
         """
         base, size = self.base, 1
-        while (due := self.due()) and self._has_time(due, size):
-            done = len(base.losses)
+        while self.is_due() and self._has_time(size):
+            trials, done = self.staying, len(base.losses)
             # Back and forth, so that none always follows the same one.
-            for run in due[::-1] if len(base.times) % 2 else due:
-                self.tick(run.name)
-                with run.error_recorded(): run.train(range(done, done + size), n_round=done)
+            for trial in trials[::-1] if len(base.times) % 2 else trials:
+                self.tick(trial.name)
+                with trial.error_recorded(): trial.train(range(done, done + size))
             self.drop_slow()
             if len(base.times) == 1:
                 size = max(1, min((self.n_steps - 2) // _FEWEST, round(_LONGEST / base.pace)))
-
-    def _has_time(self, due, size):
-        """Return whether there is time for a round and the other seeds after it, or one seed if a run is undecided.
-
-        True before a step is timed.
-        """
-        if len(self.base.times) < FEWEST_ROUNDS: return not self.left < size * _step(due)
-        n_seeds = min(1, self.n_seeds) if self.undecided else self.n_seeds
-        n = min(self.n_steps, len(self.base.losses) + size)
-        return self.left >= size * _step(due) + n_seeds * n * self.base.pace
-
-    def due(self) -> list[Run]:
-        "Return the runs that need another round: all or none, so that their speeds are of the same rounds."
-        is_due = len(self.base.losses) < self.n_steps or (self.undecided and not self.is_short)
-        return self.running if is_due else []
-
-    def drop_slow(self) -> None:
-        """Drop runs that are clearly slower than fp32, and variants that are clearly slower than the fastest run.
-
-        The fastest row besides fp32 always stays. If six rounds do not fit into the time, the slowest variants are
-        dropped as well.
-        """
-        base, *others = self.running
-        for run in sorted(others, key=lambda run: run.speed_up(base))[:-1]:
-            rival = self.fastest if run.is_variant else base
-            if run.speed_up(rival).is_slower: self._drop(run, rival)
-        missing = FEWEST_ROUNDS - len(base.times)
-        while missing > 0 and self.left < missing * _step(self.running):         # False before a step is timed
-            ranked = sorted(self.running[1:], key=lambda run: run.speed_up(base))
-            if not (variants := [run for run in ranked[:-1] if run.is_variant]): break
-            self._drop(variants[0], ranked[-1], ' for lack of time')
-
-    def _drop(self, run, rival, why=''):
-        "Drop a run. Its speed is said relative to its rival in the same rounds: in later ones, all may be slower."
-        speed = run.speed_up(rival)
-        run.leave('dropped', f"dropped after round {len(run.times)}{why}, at {speed} times the speed of '{rival.name}'")
 
     def _train_with(self, seed):
         "Train in fp32 with another seed and another order of the batches, except for the last ones."
         self.tick('fp32')
         set_seed(seed)
-        run = Run(self.learn, 'fp32', self.base.call)
+        trial = Trial(self.learn, 'fp32', self.base.call)
         n_first = self.n_compared - last_fifth(self.n_compared)
-        steps = [*random.sample(range(n_first), n_first), *range(n_first, self.n_compared)]
+        first = random.Random(seed).sample(range(n_first), n_first)
         with ExitStack() as copies:
-            run.begin(copies, self.batches, self.n_steps, self.lr)
-            run.train(steps)
-        self.seeds.append(run)
+            self._begin(trial, copies)
+            trial.train([*first, *range(n_first, self.n_compared)])
+        self.seeds.append(trial)
 
+    # -- who is still in the rounds
 
-def _step(runs): return sum(run.pace for run in runs)            # seconds; nan before the second round
+    @property
+    def base(self) -> Trial:
+        "The one in fp32."
+        return self.trials['fp32']
+
+    @property
+    def staying(self) -> list[Trial]:
+        "Those that are still in the rounds, fp32 first. All of them train in each round."
+        return [trial for trial in self.trials.values() if not trial.status]
+
+    @property
+    def fastest(self) -> Trial:
+        "The fastest of those that clearly pay; fp32 if none does."
+        paying = [trial for trial in self.staying if trial.speed_up(self.base).pays]
+        return max(paying, key=lambda trial: trial.speed_up(self.base), default=self.base)
+
+    @property
+    def undecided(self) -> list[Trial]:
+        "Those that may be more than 5% faster than the fastest."
+        best = self.fastest
+        return [trial for trial in self.staying if trial is not best and trial.speed_up(best).is_undecided]
+
+    def drop_slow(self) -> None:
+        """Drop what is clearly slower than fp32, and variants that are clearly slower than the fastest.
+
+        The fastest one besides fp32 always stays. If six rounds do not fit into the time, the slowest variants are
+        dropped as well.
+        """
+        for trial in self._ranked()[:-1]:
+            rival = self.fastest if trial.is_variant else self.base
+            if trial.speed_up(rival).is_slower: trial.drop(rival)
+        missing = FEWEST_ROUNDS - len(self.base.times)
+        for trial in (ranked := self._ranked())[:-1]:
+            if missing > 0 and trial.is_variant and not self._has_time(missing):
+                trial.drop(ranked[-1], ' for lack of time')
+
+    def _ranked(self): # The slowest first
+        return sorted(self.staying[1:], key=lambda trial: trial.speed_up(self.base))
+
+    # -- time and steps
+
+    @property
+    def left(self) -> float:
+        "The seconds that are left."
+        return self.end - time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        "The time limit in seconds, or more if it was exceeded; nan if more time would decide nothing."
+        return math.nan if self.is_short else self.max_seconds - min(0, self.left)
+
+    @property
+    def is_short(self) -> bool:
+        "True if `n_steps` gives no interval, so that nothing is certain."
+        return self.n_steps <= FEWEST_ROUNDS
+
+    @property
+    def n_compared(self) -> int:
+        "The number of steps whose losses are compared."
+        return min(self.n_steps, len(self.base.losses))
+
+    def is_due(self) -> bool:
+        "Return whether all need another round."
+        return len(self.base.losses) < self.n_steps or bool(self.undecided and not self.is_short)
+
+    def _has_time(self, size):
+        """Return whether there is time for so many steps; after six rounds, for training with other seeds as well.
+
+        For one of these, if something is undecided. True before a step is timed.
+        """
+        base, seconds = self.base, size * sum(trial.pace for trial in self.staying)
+        if len(base.times) >= FEWEST_ROUNDS:
+            n_seeds = min(1, self.n_seeds) if self.undecided else self.n_seeds
+            seconds += n_seeds * min(self.n_steps, len(base.losses) + size) * base.pace
+        return not self.left < seconds

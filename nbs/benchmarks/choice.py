@@ -33,7 +33,7 @@ from fastxtend_amp.insight.calls import Call, native_precisions, rows_of
 from fastxtend_amp.insight.compare import compared
 from fastxtend_amp.insight.recommendation import COLUMNS, Speed, recommend, tolerance
 from fastxtend_amp.insight.rounds import Rounds
-from fastxtend_amp.insight.run import Run
+from fastxtend_amp.insight.trial import Trial
 from fastxtend_amp.tools.device import usable_device
 
 from .models import MODELS, Model
@@ -88,15 +88,15 @@ def turns_until_decided(
     return (None if speed.is_undecided else bool(speed.pays)), len(ratios)
 
 
-class _Drawn(Run):
+class _Drawn(Trial):
     "A training whose times are drawn."
     def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
         self.name, self.seconds, self.rounds = name, seconds, rounds
-        self.losses, self.times = [], {}
-    def train(self, steps: Sequence[int], n_round: int = 0) -> None:
+        self.losses, self.times = [], []
+    def train(self, steps: Sequence[int]) -> None:
         seconds = self.seconds()
         self.rounds.end -= seconds * len(steps)                  # instead of a clock that goes on
-        if n_round: self.times[n_round] = seconds
+        if self.losses: self.times.append(seconds)               # after a warm-up
         self.losses += [0.] * len(steps)
 
 
@@ -127,13 +127,12 @@ def contest(
     rounds.n_steps, rounds.n_seeds, rounds.end = 50, 3, time.monotonic() + seconds
     found = {'fp32': 1., **true}
     def drawn(speed): return step * np.exp(noise * rng.standard_normal()) / speed
-    rounds.runs = {name: _Drawn(name, partial(drawn, speed), rounds) for name, speed in found.items()}
-    rounds.base = rounds.runs['fp32']
+    rounds.trials = {name: _Drawn(name, partial(drawn, speed), rounds) for name, speed in found.items()}
     rounds.train()
     left = rounds.left
-    rows = {name: dict(zip(COLUMNS, run.speed_up(rounds.base))) | {
-        'support': run.status or 'native', 'steps': 50, 'rounds': len(run.times), 'skipped': 0, 'weights moved': 1.,
-        'loss': 1., 'loss difference': 0., 'note': run.reason} for name, run in rounds.runs.items()}
+    rows = {name: dict(zip(COLUMNS, trial.speed_up(rounds.base))) | {
+        'support': trial.status or 'native', 'steps': 50, 'rounds': len(trial.times), 'skipped': 0, 'weights moved': 1.,
+        'loss': 1., 'loss difference': 0., 'note': trial.reason} for name, trial in rounds.trials.items()}
     chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''), ['fp16'])
     return found[chosen] / max(found.values()), seconds - left
 
@@ -178,7 +177,7 @@ def simulate(trials: int = 400, most: int = 60) -> str:
 
 class _All(Rounds):
     "Rounds in which every row stays."
-    def due(self) -> list[Run]: return self.running if len(self.running[0].times) < 15 else []
+    def is_due(self) -> bool: return len(self.base.times) < 15
     def drop_slow(self) -> None: pass
 
 

@@ -272,7 +272,7 @@ def test_rounds_alternate_and_none_always_follows_the_same():
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
     allocated = lambda device, peak=False: 7e6 if peak else 5e6
-    monkeypatch.setattr('fastxtend_amp.insight.run.allocated', allocated)
+    monkeypatch.setattr('fastxtend_amp.insight.trial.allocated', allocated)
     assert (learner().compare_precision('bf16', n_steps=7, n_seeds=0).table['peak MB'] == 2).all()
 
 

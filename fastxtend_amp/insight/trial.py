@@ -1,4 +1,4 @@
-"One training run of a comparison: a copy of the learner, and its losses, times and memory."
+"One row of a comparison in training: a copy of the learner, and its losses, times and memory."
 from __future__ import annotations
 
 import math, time
@@ -23,8 +23,8 @@ from .recommendation import Speed, last_fifth
 from .values import is_plain
 
 
-class Run:
-    "One training run and its measurements. Missing measurements are nan."
+class Trial:
+    "One training and its measurements. Missing measurements are nan."
     status = '' # 'failed' or 'dropped' once it has left the rounds
     reason = '' # Why it has left them
     copy: Any = None # Of the learner, while it is in the rounds
@@ -36,9 +36,8 @@ class Run:
         call: Call, # What it trains in
     ):
         self.learn, self.name, self.call, self.device = learn, name, call, training_device(learn)
-        self.random_state = random_state()                       # of the copy, between its rounds
         self.losses = list[float]()                              # of each step
-        self.times = dict[int, float]()                          # seconds per step, by round
+        self.times = list[float]()                               # seconds per step, of each round after a warm-up
 
     @property
     def is_variant(self) -> bool:
@@ -48,31 +47,18 @@ class Run:
     @property
     def pace(self) -> float: # nan before the second round
         "The median of the seconds per step."
-        return np.median([*self.times.values()] or [math.nan])
+        return np.median(self.times or [math.nan])
 
-    def speed_up(self, other: Run) -> Speed:
+    def speed_up(self, other: Trial) -> Speed:
         "Return how much faster than another it is, in the rounds of both."
-        shared = self.times.keys() & other.times
-        return Speed.of([other.times[n] / self.times[n] for n in shared])
+        return Speed.of([others / own for own, others in zip(self.times, other.times)])
 
     def loss(self, n: int) -> float: # nan if it has left the rounds
         "Return the mean loss of the last fifth of the first `n` steps, which all that are left have trained for."
         if self.status: return math.nan
         return float(np.mean(self.losses[n - last_fifth(n):n]))
 
-    @contextmanager
-    def error_recorded(self) -> Iterator[None]:
-        "Record the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
-        try: yield
-        except Exception as e:
-            if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
-            self.leave('failed', f'{type(e).__name__}: {first_line(e)}')
-
-    def leave(self, status: str, reason: str) -> None:
-        "Leave the rounds, and free the copy."
-        self.status, self.reason = status, reason
-        copy, self.copy = self.copy, None
-        if copy: copy.model = copy.opt = None
+    # -- training
 
     def begin(self,
         copies: ExitStack, # Frees the copy
@@ -81,25 +67,23 @@ class Run:
         lr: float | slice | None, # The learner's own if None
     ) -> None:
         "Make a copy of the learner, make the call on it, and begin its fit."
-        copy = copies.enter_context(copied_learner(self.learn, self.call, optimizer=True))
-        set_random_state(self.random_state)
-        begin_fit(copy, n_steps, lr)
-        self.copy, self.batches, self.random_state = copy, batches, random_state()
+        self.copy, self.batches = copies.enter_context(copied_learner(self.learn, self.call, optimizer=True)), batches
+        begin_fit(self.copy, n_steps, lr)
+        self.random_state = random_state()                       # of the copy, between its rounds
 
-    def train(self, steps: Iterable[int], n_round: int = 0) -> None: # 0 for a warm-up
-        "Train on the batches of these steps, and time it."
+    def train(self, steps: Iterable[int]) -> None:
+        "Train a round on the batches of these steps, and time it. The first round is a warm-up."
         set_random_state(self.random_state)
         # At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
-        run_outermost(self.copy, precision_callback(self.copy), 'train', partial(self._train_and_time, steps, n_round))
+        run_outermost(self.copy, precision_callback(self.copy), 'train', partial(self._train_and_time, steps))
         self.random_state = random_state()
 
-    def _train_and_time(self, steps, n_round):
+    def _train_and_time(self, steps):
         wait_for(self.device)
         before, start = allocated(self.device), time.perf_counter()
         losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
         wait_for(self.device)
-        seconds = (time.perf_counter() - start) / len(losses)
-        if n_round: self.times[n_round] = seconds
+        if self.losses: self.times.append((time.perf_counter() - start) / len(losses))
         self.peak = allocated(self.device, peak=True) - before
         self.losses += map(float, losses)
 
@@ -114,3 +98,25 @@ class Run:
         pairs = zip(self.copy.model.parameters(), unwrapped(self.learn.model).parameters())
         distances = [torch.dist(now.data, p.data.to(now)) for now, p in pairs if is_plain(now)]
         self.moved = math.hypot(*distances) / len(self.losses)
+
+    # -- leaving the rounds
+
+    @contextmanager
+    def error_recorded(self) -> Iterator[None]:
+        "Record the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
+        try: yield
+        except Exception as e:
+            if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
+            self._leave('failed', f'{type(e).__name__}: {first_line(e)}')
+
+    def drop(self,
+        rival: Trial, # Which was faster in the same rounds; in later ones all may be slower
+        why: str = '',
+    ) -> None:
+        "Leave the rounds as too slow."
+        self._leave('dropped', f'dropped after round {len(self.times)}{why}, at {self.speed_up(rival)} times the speed '
+                               f"of '{rival.name}'")
+
+    def _leave(self, status, reason):
+        self.status, self.reason, copy, self.copy = status, reason, self.copy, None
+        if copy: copy.model = copy.opt = None                    # frees the memory
