@@ -59,9 +59,7 @@ class MixedPrecision(fp16.MixedPrecision):
     name = 'mixed_precision'                                     # also of subclasses
     run: bool                                                    # fastai's; False until the end of a fit
     fit: Any = None                                              # the `Fit` that is open
-    parts: Any = ()                                              # the `Part`s of fastai's loop that are open
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
-    fixes: Any = ()                                              # of `on_overflow='fix'`, in all fits
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
 
     def __init__(self,
@@ -79,7 +77,9 @@ class MixedPrecision(fp16.MixedPrecision):
         else: self.precision = find_precision(amp_mode)(*args, **kwargs)
         check_integer(1, max_skips=max_skips)
         self.max_skips, self.on_overflow = max_skips, on_overflow
-        self.history, self.fixes = StepHistory(), list[Any]()
+        self.history = StepHistory()
+        self.parts = list[Any]()                                 # the `Part`s of fastai's loop that are open
+        self.fixes = list[Any]()                                 # of `on_overflow='fix'`, in all fits
 
     @property
     def on_overflow(self) -> str:
@@ -104,7 +104,7 @@ class MixedPrecision(fp16.MixedPrecision):
             raise RuntimeError('A precision callback cannot be removed in the middle of a batch. `learn.to_fp32()` '
                                'and the other methods take effect at its end.')
         self.close()
-        self.parts = ()
+        self.parts = []                                          # another callback may go on with the old list
 
     def _join(self, learn: Learner) -> None:
         "Continue from the state that `learn.load` read before this callback was added, unless a scale was passed."
@@ -112,11 +112,11 @@ class MixedPrecision(fp16.MixedPrecision):
         if state is None: return
         given = self.precision.changed.keys() & {'init_scale', 'scaler'}
         if not given: self.precision.load_state_dict(state)
-        elif self.scale != state['scale']:
-            warn_user(f"The loaded loss scale of {state['scale']:,.9g} is not used because `{given.pop()}` was given.")
+        elif self.scale != (scale := state['scale']):
+            warn_user(f"The loaded loss scale of {scale:,.9g} is not used because `{', '.join(given)}` was given.")
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
-        return {**vars(self), 'fit': None, 'parts': (), 'waiting': None}
+        return {**vars(self), 'fit': None, 'parts': [], 'waiting': None}
     def __repr__(self) -> str: return f'{type(self).__name__}({self.precision.name!r})'
 
     # -- what users and files read
@@ -135,8 +135,7 @@ class MixedPrecision(fp16.MixedPrecision):
 
         It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
         """
-        only_skips = self.precision.kind is not Precision and self.history.read().scales
-        return self.state_dict().get('scale', 1. if only_skips else None)
+        return self.state_dict().get('scale', 1. if self.scales else None)
     @property
     def scales(self) -> list[float]:
         "The loss scale at each attempted step, except in `lr_find`."

@@ -41,7 +41,8 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
             states = {key: state for key, state in states.items() if state}
             stack.enter_context(patch.object(opt, 'state_dict', lambda: {**of_optimizer(), **states}))
         path = join_path_file(file, self.path/self.model_dir, ext='.pth')
-        if path is file or rank_distrib(): return original(self, file, **kwargs)   # a file object, or no writing
+        is_open_file = path is file
+        if is_open_file or rank_distrib(): return original(self, file, **kwargs)   # the other ranks write nothing
         target = path.resolve()                                  # what a link points to
         with TemporaryDirectory(dir=target.parent) as folder:
             original(self, Path(folder, 'part'), **kwargs)       # fastai appends '.pth'

@@ -75,7 +75,7 @@ def run_outermost(
     if cb and cb.learn is not learn:
         raise RuntimeError('The `MixedPrecision` callback of this learner has since been added to another learner. '
                            'Create one for each.')
-    is_users_loop = event_type == 'batch'                        # an outermost batch: all batches belong to one fit
+    is_users_loop = event_type == 'batch'                        # over `one_batch`: all its batches belong to one fit
     try:
         if cb is None: return run()
         if not is_users_loop: cb.close()
@@ -85,7 +85,7 @@ def run_outermost(
         with backward_without_autocast(), restored:
             cb.parts = []
             _run_part(cb, event_type, run)
-        # The callback may have been exchanged meanwhile.
+        # `now` is another callback than `cb` if the precision was exchanged in this part.
         if not is_users_loop and (now := precision_callback(learn)): now.close()
     except BaseException as e:
         for method in cb.methods['after_failure'] if cb else (): method(e)

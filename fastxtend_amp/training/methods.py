@@ -142,8 +142,9 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()
     precision.check_device(device)
-    if cb and cb.fit: cb.fit.use_model()
-    around_fit = [] if cb and cb.fit else precision.around_fit(self.model)
+    fit = cb and cb.fit
+    if fit: fit.use_model()
+    around_fit = [] if fit else precision.around_fit(self.model)
     with ExitStack() as stack:
         contexts = [backward_without_autocast(), *around_fit, *precision.around_batch(device)]
         for context in contexts: stack.enter_context(context)

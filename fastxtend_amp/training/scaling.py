@@ -65,7 +65,7 @@ class Scaling:
         self.first_scale = cb.precision.first_scale
         self.lowest_normal = min(1., self.first_scale)           # a lower one is due to skips: see `_mend_scale`
         self.has_warned = False                                  # of a lower one
-        # Steps since the scale last changed, as `GradScaler` counts them; None where only the device knows.
+        # Good steps since the scale last changed, as `GradScaler` counts them; None where only the device knows.
         self.tracker: int | None = state['_growth_tracker']
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
@@ -129,7 +129,8 @@ class Scaling:
         # `GradScaler` keeps what it found by optimizer; an object with `param_groups` is enough.
         self.passes.append(SimpleNamespace(param_groups=[{'params': params}]))
         self.scaler.unscale_(self.passes[-1])
-        self.step.look([flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()])  # 1.6
+        found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
+        self.step.look(found)
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
@@ -137,15 +138,14 @@ class Scaling:
             self.step = HostStep()
             return
         self._end_step()
-        step, tracker = self.step, self.tracker
+        step = self.step
         # On a CPU the host can read what the optimizer has decided without synchronizing.
         if step.on_device and self.device.type == 'cpu': step = self.step = HostStep(bool(step.found_inf))
         self.buffers.repair(step.found_inf)
-        if step.on_device: tracker = None
-        elif tracker is None: tracker = self.scaler.state_dict()['_growth_tracker']
-        else: tracker = 0 if step.found_inf else (tracker + 1) % self.scaler.get_growth_interval()
-        self.tracker = tracker
-        self.history.add(step.found_inf, self.history.next_scale if tracker else self._copied_scale())
+        if step.on_device: self.tracker = None
+        elif self.tracker is None: self.tracker = self.scaler.state_dict()['_growth_tracker']
+        else: self.tracker = 0 if step.found_inf else (self.tracker + 1) % self.scaler.get_growth_interval()
+        self.history.add(step.found_inf, self.history.next_scale if self.tracker else self._copied_scale())
         if not step.on_device and (step.found_inf or step.largest is not None): self._mend_scale(step.largest)
 
     def cancel(self) -> None:
@@ -173,7 +173,9 @@ class Scaling:
             good = self.history.highest_good()
             most = min(self.first_scale, good) if good >= self.lowest_normal else self.first_scale
             if scale < FP16_SMALLEST or largest == 0: new = most
-            elif largest: new = max(scale, min(2. ** math.floor(math.log2(_ROOM / largest)), most))
+            elif largest:
+                fits = 2. ** math.floor(math.log2(_ROOM / largest))
+                new = max(scale, min(fits, most))
         self.history.known_scale = new
         if new == scale: return
         self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
@@ -231,12 +233,15 @@ class EarlyChanges:
         before = self.versions
         self.note()
         if before in (None, self.versions): return
-        others, events = ('fastai.', 'fastxtend_amp.'), {'after_backward', 'before_step'}   # XLA's averages gradients
-        early = (cb for cb in self.learn.cbs if cb.order < 10 and events & {*object.__dir__(cb)})
-        found = [type(cb).__name__ for cb in early if not type(cb).__module__.startswith(others)]
+        found = []
+        for cb in self.learn.cbs:
+            is_early = cb.order < 10 and {'after_backward', 'before_step'} & {*object.__dir__(cb)}
+            is_users = not type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.'))   # ours for XLA averages them
+            if is_early and is_users: found.append(type(cb).__name__)
         if found:
             warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before "
                       'they are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
 
 
-def _params(learn: Learner) -> list[Any]: return [p for p in optimizer_params(learn.opt) if p.grad is not None]
+def _params(learn: Learner) -> list[Any]:
+    return [p for p in optimizer_params(learn.opt) if p.grad is not None]
