@@ -22,8 +22,8 @@ _FAR = .5               # distance from which models trained worse than in fp32
 _NOT_FINITE = 'the loss or a gradient is not finite'
 
 
-class NotKnown(Exception):
-    "The reason why no verdict can be reached, and the call that may reach it."
+class OutOfTime(Exception):
+    "The time limit was reached: words for it, and the call that gives more time."
 
 
 @dataclass
@@ -41,6 +41,8 @@ class Judge:
             if no other batch has a gradient that is finite only in fp32: 'safe so far', or what else was found
             begin again, with one of these batches as well
 
+    At the time limit the verdict is 'not known', with what was found until then.
+
     For example, of a model whose attention overflows in fp16:
 
         run 1, nothing kept in fp32    the loss is NaN; `harm` flags 'attn', with values of 2.42e+06
@@ -50,44 +52,63 @@ class Judge:
     """
     kind: type[Precision]
     sample: Sample
-    first_scale: float # The loss scale to start from
+    present_scale: float # The learner's loss scale
     batches: Sequence = () # Batches whose gradients are compared; if empty, the distance is unknown
-    before_run: Callable = noop # Called before each run with the name of the precision; may raise `NotKnown`
+    before_run: Callable = noop # Called with the name of the precision, and what is unknown; may raise `OutOfTime`
 
     def __post_init__(self):
         self.learn = self.sample.learn
         self.modules = dict(qualified_names(self.learn.model))
         self.distance: GradientDistance | None = None            # as measured first, for the notes
+        self.found = list[str]()                                 # the reason of the verdict
         self._begin(self.sample)
 
     def _begin(self, sample):
-        self.sample, self.scale = sample, self.first_scale
+        self.sample, self.scale = sample, self.present_scale
         self.keep = list[str]()                                  # modules in fp32, besides those of the user
         self.reasons = dict[str, str]()                          # why a module is flagged, by its name
         self.runs = list[Recording]()
 
     def verdict(self) -> Verdict: # Its `call` is empty if another precision has to be used
-        "Search until nothing is flagged, or nothing helps."
+        "Search until nothing is flagged, nothing helps, or the time ends."
+        try: return self._search()
+        except OutOfTime as e:
+            words, call = e.args
+            return self._verdict('not known', '; '.join([*self.found, words]), call=call)
+
+    def _search(self):
         while not self.sample.wrong:
             run = self._run(self.keep)
             harmed = harm(run, self.modules)
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
+            self.found = [self._about_modules(run)]
             if harmed or run.error or run.not_finite:
                 if self._remedy(run, harmed): continue
                 return self._nothing_helps(run)
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
+            ratio = distance.ratio                               # nan if it is unknown
+            if ratio == math.inf: self.found.append('gradients of some batches are finite only in fp32')
+            elif ratio >= 0:
+                self.found.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or more '
+                                  'may matter)')
             seen = self.sample.batches
             other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
-            if not other: return self._conclude(run, scales, init_scale, distance.ratio)
+            if not other: return self._conclude(run, scales, init_scale, ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
         return self._verdict('not known', self.sample.wrong)
 
     def _run(self, keep):
-        self.before_run(self.kind.name)
+        self.before_run(self.kind.name, 'it was known what helps' if self.runs else 'modules were looked at')
         precision = Call.from_own(self.learn, self.kind, keep, self.scale).precision
         self.runs.append(self.sample.run(precision))
         return self.runs[-1]
+
+    def _about_modules(self, run):
+        if self.reasons: return some(dict.fromkeys(self.reasons.values()), '; ')
+        if run.not_finite: return f'in {self.kind.name} {_NOT_FINITE}'
+        errors = [m.error for m in run.modules.values() if m.error > 0]
+        return f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
 
     @property
     def first_run(self) -> Recording | None:
@@ -105,7 +126,7 @@ class Judge:
         if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
         new = self._can_be_kept(harmed, run)
         if not new: new = self._found_by_trial(run, next(iter(harmed), None), is_backward)
-        if new and is_backward: self.scale = self.first_scale    # it was not the scale that failed
+        if new and is_backward: self.scale = self.present_scale    # it was not the scale that failed
         self.keep = [*self.keep, *new]
         return bool(new)
 
@@ -162,47 +183,39 @@ class Judge:
         is_trained = any(m.grad for m in run.reference.modules.values())         # not in evaluation
         if not is_trained or not self.kind.scales_loss or self.sample.is_small: return None, None
         least, most = loss_scales(run)
-        most = self.scale if self.scale < self.first_scale else max(most, self.scale)
+        most = self.scale if self.scale < self.present_scale else max(most, self.scale)
         least = min(least, most)
-        if least <= self.first_scale <= most / CLOSE: return (least, most), None
-        scale = max(least, most / MARGIN)
-        return (least, most), int(scale) if scale >= 1 else scale
+        init_scale = None
+        if not least <= self.present_scale <= most / CLOSE:
+            scale = max(least, most / MARGIN)
+            init_scale = int(scale) if scale >= 1 else scale
+        margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < most else ''
+        self.found.append(f'loss scales from {least:,.9g} to {most:,.9g} work{margin}')
+        return (least, most), init_scale
 
     def _distance(self, keep, init_scale):
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
-        self.before_run(self.kind.name)
-        precision = Call.from_own(self.learn, self.kind, keep, init_scale or self.first_scale).precision
+        self.before_run(self.kind.name, 'gradients were compared')
+        precision = Call.from_own(self.learn, self.kind, keep, init_scale or self.present_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
         except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
         self.distance = self.distance or distance
         return distance
 
-    def _conclude(self, run, scales, init_scale, ratio): # `ratio` is nan if it is unknown
+    def _conclude(self, run, scales, init_scale, ratio):
         "Return the verdict of a run in which nothing is flagged, with what was found on the way."
-        verdict, names = 'safe so far', []
-        errors = [m.error for m in run.modules.values() if m.error > 0]
-        found = [f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged']
-        if scales and scales[0] > 1: verdict = 'safe with loss scaling'
-        if self.reasons:
-            verdict = 'keep modules in fp32'
-            found = [some(dict.fromkeys(self.reasons.values()), '; ')]
-        if scales:
-            margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < scales[1] else ''
-            found.append(f'loss scales from {scales[0]:,.9g} to {scales[1]:,.9g} work{margin}')
-        if ratio == math.inf: found.append('gradients of some batches are finite only in fp32')
-        elif ratio >= 0:
-            found.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or more may '
-                         'matter)')
+        verdict, names = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far', []
+        if self.reasons: verdict = 'keep modules in fp32'
         if ratio >= _FAR:
             verdict = 'gradient differs'
             names, helps = self._nearer(run, init_scale)
-            found.append(f'with {helps} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some such '
-                         'models train as well as in fp32')
+            self.found.append(f'with {helps} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some '
+                              'such models train as well as in fp32')
         modules = [*self.keep, *names]
         call = str(advised(self.learn, self.kind, modules, init_scale))
         if ratio >= _FAR and not names: call = f"learn.compare_precision('{self.kind.name}')"
-        return self._verdict(verdict, '; '.join(found), call=call, modules=modules, scale_range=scales,
+        return self._verdict(verdict, '; '.join(self.found), call=call, modules=modules, scale_range=scales,
                              init_scale=init_scale, error=prediction_error(run))
 
     def _nearer(self, run, init_scale):

@@ -21,7 +21,7 @@ from .calls import advised, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
-from .judge import Judge, NotKnown
+from .judge import Judge, OutOfTime
 from .random_states import random_state_kept
 from .records import named
 from .report_result import PrecisionReport, Verdict
@@ -41,7 +41,7 @@ def precision_report(self: Learner,
     precisions: str | AMPMode | Iterable[str | AMPMode] = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
     n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
     dl: DataLoader | None = None, # Source of the batches; `learn.dls.train` if None
-    max_seconds: float = 60., # Time limit; later verdicts are 'not known'
+    max_seconds: float = 60., # Approximate limit, checked between runs; later verdicts are 'not known'
     device: str | torch.device | None = None, # 'cuda' for a GPU's autocast rules on a CPU
 ) -> PrecisionReport: # A `PrecisionReport`: `verdicts`, `table`, `fp32_modules`, `plot()`
     """Report whether the model trains in low precision, and which modules must stay in fp32.
@@ -83,11 +83,11 @@ def precision_report(self: Learner,
             drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
 
-        def before_run(name):
+        def before_run(name, unknown):
             show(name)
             if time.monotonic() > until:
-                raise NotKnown(f'the time limit was reached, `max_seconds={max_seconds:g}`',
-                               f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g})")
+                raise OutOfTime(f'the time limit (`max_seconds={max_seconds:g}`) was reached before {unknown}',
+                                f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g})")
         return _Work(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(kinds)
 
 
@@ -98,7 +98,7 @@ class _Work:
     drawn: list # Batches whose gradients are compared
     sample: Sample # The first of these batches, on which modules are judged
     simulated: bool # Whether a CPU follows CUDA's autocast rules
-    before_run: Callable # Called with the name of a precision; raises `NotKnown` after the time limit
+    before_run: Callable # Called with the name of a precision, and what is unknown; may raise `OutOfTime`
 
     def report(self, kinds: list[type[Precision]]) -> PrecisionReport:
         "Return the report on these precisions."
@@ -130,8 +130,7 @@ class _Work:
         sample = self.small_sample if status == 'emulated' else self.sample
         batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
         judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, self.before_run)
-        try: verdict = judge.verdict()
-        except NotKnown as e: return Verdict(kind.name, 'not known', *e.args)
+        verdict = judge.verdict()
         verdict.is_emulated = status == 'emulated' and '.to_' in verdict.call and not self.simulated
         lacking = next((run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error)), None)
         if not lacking: return verdict
