@@ -23,7 +23,8 @@ def convert_files(
         with ExitStack() as stack:
             for part in (get_model(self.model), self.opt if kwargs.get('with_opt', True) else None):
                 if part is None: continue
-                state = map_tensors(to_file, part.state_dict())
+                state = part.state_dict()
+                state.update(map_tensors(to_file, state))        # in place: its `_metadata` stays
                 stack.enter_context(patch.object(part, 'state_dict', lambda state=state: state))
             return original(self, file, **kwargs)
 

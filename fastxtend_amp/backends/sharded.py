@@ -41,8 +41,8 @@ def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: An
 
     def load_model(state: Any, **kwargs: Any) -> Any:
         own = model.state_dict()
-        parts = {name: _part(t, own.get(name)) for name, t in state.items()}
-        return of_model(parts, **kwargs)
+        state.update({name: _part(t, own.get(name)) for name, t in state.items()})   # in place: its `_metadata` stays
+        return of_model(state, **kwargs)
 
     def load_opt(state: Any) -> None:
         entries, params = state['state'], optimizer_params(opt)  # a list of fastai's, or torch's dict by number

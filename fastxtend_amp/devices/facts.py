@@ -42,11 +42,14 @@ def xla_hardware() -> str: # Such as 'TPU', 'CUDA' or 'CPU'
 
 
 def missing(device: torch.device) -> str: # Such as 'PyTorch finds no CUDA device'; '' if it is there
-    "Return why this process cannot use devices of this type."
+    "Return why this process cannot use this device."
     if device.type == 'cuda' and not torch.cuda.is_available(): return 'PyTorch finds no CUDA device'
     if device.type == 'mps' and not torch.backends.mps.is_available(): return 'PyTorch finds no Metal device'
     if device.type == 'xpu' and not torch.xpu.is_available(): return 'PyTorch finds no Intel GPU'
     if device.type == 'xla' and 'torch_xla' not in sys.modules: return 'torch_xla is not imported'
+    alike = [d for d in all_devices() if d.type == device.type and d.index is not None]
+    if alike and device.index is not None and device not in alike:
+        return f"PyTorch finds only {', '.join(map(str, alike))}"
     return ''
 
 

@@ -3,6 +3,7 @@ import argparse
 
 import torch
 
+from ..devices.facts import autocast_available
 from ..messages import first_line
 
 
@@ -22,7 +23,6 @@ def usable_device(
         if str(wanted).startswith('xla'): import torch_xla  # noqa: F401  registers the device
         device = torch.device(wanted)
         torch.zeros(1, device=device)
-        has_autocast = torch.amp.is_autocast_available(device.type)
     except (RuntimeError, AssertionError, ImportError) as e: parser.error(f'--device {wanted}: {first_line(e)}')
-    if not has_autocast: parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
+    if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')
     return device

@@ -1,10 +1,13 @@
 "`precision_support`: which precisions the devices of this machine run natively, emulated, or not at all."
+from contextlib import suppress
 from itertools import product
+from typing import Any
 
 import pandas as pd
 import torch
 
 from ..devices import facts
+from ..messages import check_argument
 from ..precisions import PRECISIONS
 
 
@@ -13,15 +16,24 @@ class _Table(pd.DataFrame):
     def __repr__(self) -> str: return self.to_string(index=False)
 
 
+def _is_known(device: Any) -> bool:
+    with suppress(RuntimeError): return bool(torch.device(device))
+    return False
+
+
 def precision_support(
     device: str | torch.device | None = None, # All devices of this machine if None
 ) -> pd.DataFrame: # One row per device and precision; columns device, precision, support, why
     """Return which precisions each device runs natively, emulated, or not at all.
 
     `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
-    Raises `torch.device`'s own error for a name that PyTorch does not know.
+    Raises `ValueError` for a device that PyTorch does not know.
     """
-    devices = facts.all_devices() if device is None else [torch.device(device)]
+    devices = facts.all_devices()
+    if device is not None:
+        names = ', '.join(map(str, devices))
+        check_argument('device', device, _is_known, f'a device that PyTorch knows; this machine has {names}')
+        devices = [torch.device(device)]
     precisions = [cls for cls in PRECISIONS.values() if cls.in_tables]
     pairs = product(devices, precisions)
     rows = [(str(on), cls.name, *cls.support(on)) for on, cls in pairs]

@@ -178,18 +178,20 @@ def half_weights(kind, _, path):
 
 def checkpoint(kind, opt, path):
     "All ranks save and load; training goes on, and in a new learner. Also a file of only the model."
-    spoil, name = bad_input(1, 1, 2), f'{kind} {opt}'
+    spoil, name, versions = bad_input(1, 1, 2), f'{kind} {opt}', []
     learn = fit(build(kind, 'fp16', opt, [spoil], path=path))
     state, weights = learn.mixed_precision.state_dict(), whole(learn)
     learn.save(name)
     learn.save(f'{name} alone', with_opt=False)
     dist.barrier()
-    saved = torch.load(path / 'models' / f'{name}.pth', weights_only=False)['model'].values()
-    assert state['scale'] == 128.0 and same([*saved][1:], weights)
+    saved = torch.load(path / 'models' / f'{name}.pth', weights_only=False)['model']
+    assert state['scale'] == 128.0 and same([*saved.values()][1:], weights)
     new, alone = (build(kind, 'fp16', opt, path=path) for _ in range(2))
+    new.model.register_load_state_dict_pre_hook(lambda *args: versions.append(args[3]))
     for p in [*new.model.parameters(), *alone.model.parameters()]:
         p.data.mul_(0.0).add_(7 + dist.get_rank())
     new.load(name, 'cpu')
+    assert [saved._metadata['']] == versions == [{'version': 1}]
     assert new.mixed_precision.state_dict() == state and same(whole(new), weights)
     assert same(whole(alone.load(f'{name} alone', with_opt=False)), weights)
     learn.remove_cb(spoil)

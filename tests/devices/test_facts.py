@@ -81,6 +81,7 @@ def test_what_a_device_supports_and_what_is_selected(monkeypatch, device, expect
     if kind == 'cuda':
         assert chip.partition(' ')[0].partition(':')[0] in table.why['fp16']
         assert {'cpu', 'cuda:0'} <= {*precision_support().device}
+        assert {*precision_support('cuda:9').why[:2]} == {'PyTorch finds only cuda:0'}
 
 
 def test_a_gpu_where_bf16_would_end_the_process(monkeypatch):

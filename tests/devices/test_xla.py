@@ -169,7 +169,7 @@ def test_files_load_where_there_is_no_torch_xla(device, tmp_path):
     learn.export()
     assert places(learn) == {'xla'} and learn.dls.device == device and has_xla_callback(learn)
     states = torch.load(learn.save('a'), weights_only=False)['model']
-    assert {t.device.type for t in states.values()} == {'cpu'}
+    assert {t.device.type for t in states.values()} == {'cpu'} and states._metadata['0'] == {'version': 1}
     done = python('-c', LOAD, learn.path / 'export.pkl', TORCH_DEVICE_BACKEND_AUTOLOAD='0')
     assert done.stdout.strip() == 'cpu', done.stderr[-2000:]
 
