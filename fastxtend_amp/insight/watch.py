@@ -59,8 +59,8 @@ class Watch(Watcher):
     def after_open(self):
         "Watch a fit that has been opened."
         fit = self.cb.fit
-        if fit.precision.kind is Precision or self.cb.on_overflow == 'ignore': return
-        fit.watched = Watched(fit.device.type == 'cpu')
+        is_ignored = fit.precision.kind is Precision or self.cb.on_overflow == 'ignore'
+        fit.watched = None if is_ignored else Watched(fit.device.type == 'cpu')
 
     def before_train(self):
         "Warn at the start of a distributed fit that 'fix' only warns."

@@ -90,7 +90,7 @@ class MixedPrecision(fp16.MixedPrecision):
         check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         self._on_overflow = value
         self._set_watchers([*filter(None, (make(self) for make in WATCHERS))])     # 'fix' has one more
-        if self.fit: self._watch()
+        if self.fit: self('after_open')
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
@@ -200,13 +200,8 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
         self.fit = Fit(self)
-        self._watch()
+        self('after_open')
         return self.fit
-
-    def _watch(self) -> None:
-        "Let the watchers begin with the open fit."
-        self.fit.watched = None
-        for method in self.methods['after_open']: method()
 
     def close(self, failed: bool = False) -> None:
         "End the fit that is open, if there is one."
