@@ -33,7 +33,13 @@ _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the c
 
 
 class Gradients(Enum):
-    "The present state of the gradients."
+    """The present state of the gradients, and what changes it.
+
+        BETWEEN_STEPS   `start` (each training batch)              SCALED
+        SCALED          `unscale`                                  IN_STEP
+        IN_STEP         a backward pass begins, `end_pass`         IN_PASS, IN_STEP
+        IN_STEP         `update`, `cancel`                         BETWEEN_STEPS
+    """
     BETWEEN_STEPS = 'true, as after `zero_grad`'
     SCALED = 'times the scale: backward passes add to them'
     IN_STEP = 'true, in a step that is under way'
@@ -69,8 +75,8 @@ class Scaling:
         self.tracker: int | None = state['_growth_tracker']
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
-        self.step: HostStep | DeviceStep = HostStep()            # the newest one
-        self.passes: list[Any] = []                              # its backward passes: see `_divide`
+        self.step: HostStep | DeviceStep = HostStep()            # the newest one, under way or not
+        self.passes: list[Any] = []                              # of the step under way: see `_divide`
         self.early_changes = None if state['scale'] == 1 else EarlyChanges(cb.learn)   # until the first step
 
     # -- a step
@@ -126,7 +132,7 @@ class Scaling:
         for device, alike in grads.items(): torch._foreach_mul_(alike, self.scaler._scale.to(device))
 
     def _divide(self, params: list[Any]) -> None:
-        # `GradScaler` keeps what it found by optimizer; an object with `param_groups` is enough.
+        # `GradScaler` divides once for each optimizer, so each pass is one: an object with `param_groups` is enough.
         self.passes.append(SimpleNamespace(param_groups=[{'params': params}]))
         self.scaler.unscale_(self.passes[-1])
         found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
