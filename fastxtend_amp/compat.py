@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch._functorch import config
 from torch.autograd import forward_ad
+from torch.nn.modules.conv import _ConvNd as AnyConv  # noqa: F401  the base class of convolutions, seen in 2.9 to 2.15
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  since 1.12
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: F401  since 1.13
 from torch.utils.flop_counter import flop_registry
 
@@ -69,6 +71,10 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(m, COMPILED_NAME) or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
+# Makes a context in which tensors of subclasses are plain ones: fastai's class takes 10 times as long to be
+# read. Relies on a name of 2.0. Without it nothing can be imported.
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+
 # Makes a context in which models are compiled with the backward pass that they have uncompiled: AOTAutograd traces it
 # under the autocast of the whole forward pass, so regions with autocast off would get 16-bit products. Relies on
 # `torch._functorch.config.backward_pass_autocast` (seen in 2.9 and 2.15). Without it the first batch fails.
@@ -110,7 +116,7 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def unwatched() -> AbstractContextManager:
+def without_modes() -> AbstractContextManager:
     """Return a context in which no `TorchDispatchMode` sees the operators that run.
 
     Relies on `torch.utils._python_dispatch._disable_current_modes` (PyTorch 2.0). Without it: `AttributeError` in the

@@ -35,9 +35,15 @@ def check_integer(least: int, **values: Any) -> None: # By name
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
 
 
-def is_users(frame: Any) -> bool:
-    "Return whether a frame runs code that is not of this package, fastai, fastcore or PyTorch."
-    return frame.f_globals.get('__name__', '').partition('.')[0] not in _NOT_THE_USERS
+def package_of(code: Any) -> str: # A class, or a frame that runs
+    "Return the name of the package that a class, or the code of a frame, is from."
+    module = code.__module__ if isinstance(code, type) else code.f_globals.get('__name__', '')
+    return module.partition('.')[0]
+
+
+def is_users(code: Any) -> bool: # A class, or a frame that runs
+    "Return whether code is not of this package, fastai, fastcore or PyTorch."
+    return package_of(code) not in _NOT_THE_USERS
 
 
 _said = WeakKeyDictionary[Any, set[str]]()                       # warnings given, by what they are about

@@ -1,6 +1,7 @@
 "Each undocumented name that the core uses does what `compat.py` says; a test fails when the name is gone."
 
 import pytest, torch
+from fastai.torch_core import TensorBase
 from torch import nn
 from torch._functorch import config
 
@@ -33,6 +34,11 @@ def test_compiled_modules():
     assert compat.is_compiled(m)
 
 
+def test_subclasses_are_plain_tensors():
+    with compat.without_subclasses():
+        assert type(TensorBase(1.0) + 1) is torch.Tensor
+
+
 def test_the_backward_pass_is_compiled_without_autocast():
     before = config.backward_pass_autocast
     with compat.backward_without_autocast():
@@ -53,18 +59,16 @@ def test_traits_of_operators():
     assert compat.traits_of(aten.bernoulli_.float)[1:] == (True, False, True, None)
 
 
-def test_unwatched():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+def test_operators_without_modes():
     seen = []
 
-    class Notes(TorchDispatchMode):
+    class Notes(compat.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
     with Notes():
-        with compat.unwatched():
+        with compat.without_modes():
             torch.ones(2) + 1
         assert not seen
         torch.ones(2) + 1

@@ -18,8 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..devices.facts import autocast_available
-from ..learners import is_sharded, training_device
-from ..messages import check_argument, first_line
+from ..learners import inner_optimizer, is_sharded, training_device
+from ..messages import check_argument, first_line, is_users, package_of
 from ..precisions.matching import unwrapped
 from ..tensors import map_tensors
 from ..training.loop import precision_callback
@@ -174,9 +174,9 @@ def _copy(learn, optimizer):
                              'If it is a callback, set its attribute `run_on_copy = False`. '
                              'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
         memo[id(learn.model)] = new.model                        # instead of what wraps it
-    if inner := getattr(new.opt, 'opt', None):                   # copying leaves out flags, such as `fused`
-        for name, flag in vars(learn.opt.opt).items():
-            if isinstance(flag, (int, float)): vars(inner).setdefault(name, flag)
+    if new.opt is not None:                                      # copying leaves out flags, such as `fused`
+        for name, flag in vars(inner_optimizer(learn.opt)).items():
+            if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
     for m in new.model.modules():                                # that waits for no other process
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
@@ -200,15 +200,14 @@ def runs_on_copy(cb: Callback) -> bool:
     """
     if (own := getattr(cb, 'run_on_copy', None)) is not None: return own
     classes = [cls for cls in type(cb).__mro__ if cls not in HookCallback.__mro__]
-    of_fastai = [cls.__name__ for cls in classes if cls.__module__.startswith('fastai.')]
+    of_fastai = [cls.__name__ for cls in classes if package_of(cls) == 'fastai']
     if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
-    return not any(_WATCHES.search(f"{cls.__module__.partition('.')[0]} {cls.__name__}") for cls in classes)
+    return not any(_WATCHES.search(f'{package_of(cls)} {cls.__name__}') for cls in classes)
 
 
 def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
     "Say which callbacks a copy does not run, except those of fastai and fastxtend_amp."
-    names = [cb.name for cb in learn.cbs
-             if not (runs_on_copy(cb) or type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.')))]
+    names = [cb.name for cb in learn.cbs if is_users(type(cb)) and not runs_on_copy(cb)]
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+Generators = list[tuple[Callable, Callable]]                     # functions that set and get the state of each
 RandomState = list[tuple[Callable, Any]]                         # functions that set a generator, and what they set
 
 
-def torch_generators() -> list[tuple[Callable, Callable]]:
+def torch_generators() -> Generators:
     "Return functions that set and get the states of PyTorch's global generators, without synchronizing."
-    pairs: list[tuple[Callable, Callable]] = [(torch.set_rng_state, torch.default_generator.get_state)]
+    pairs: Generators = [(torch.set_rng_state, torch.default_generator.get_state)]
     device = torch.get_device_module()                           # the accelerator's, if there is one
     # Reading the state of an accelerator that is not in use yet would start it.
     if not getattr(device, 'is_initialized', lambda: True)(): return pairs
@@ -22,11 +23,12 @@ def torch_generators() -> list[tuple[Callable, Callable]]:
     return pairs
 
 
-def random_state() -> RandomState:
-    "Return the state of the global generators of Python, NumPy and PyTorch, for `set_random_state`."
-    of_python: list[tuple[Callable, Callable]] = [(random.setstate, random.getstate),
-                                                  (np.random.set_state, np.random.get_state)]
-    return [(set_state, get_state()) for set_state, get_state in of_python + torch_generators()]
+def random_state(
+    generators: Generators | None = None, # The global ones of Python, NumPy and PyTorch if None
+) -> RandomState:
+    "Return the states of the generators, for `set_random_state`."
+    of_python: Generators = [(random.setstate, random.getstate), (np.random.set_state, np.random.get_state)]
+    return [(set_state, get_state()) for set_state, get_state in generators or of_python + torch_generators()]
 
 
 def set_random_state(state: RandomState) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compat import in_function_transform, unwatched
+from ..compat import TorchDispatchMode, in_function_transform, without_modes
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
 from .records import BACKWARD, LOSS, Frame, ModuleRecord, Operation
@@ -70,7 +69,7 @@ class Recording(TorchDispatchMode):
     # -- the forward pass
 
     def _enter(self, name, module, args, kwargs):
-        with unwatched():
+        with without_modes():
             if not self.frames: self._push(LOSS, 'function')     # what runs between model and backward pass
             if in_function_transform(): self.unread[name] = None
             elif not self.in_backward:
@@ -83,7 +82,7 @@ class Recording(TorchDispatchMode):
         self.frames.append(Frame(self.modules.setdefault(name, new), self.precision))
 
     def _leave(self, module, args, output):
-        with unwatched():
+        with without_modes():
             frame = self.frames.pop()
             name = frame.record.name
             # The innermost module that an exception leaves has raised it.

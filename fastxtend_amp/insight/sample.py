@@ -15,7 +15,7 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 from torch.nn import functional as F
 
-from ..compat import unwatched
+from ..compat import without_modes
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..messages import first_line
 from ..precisions import Precision, find_precision
@@ -237,5 +237,5 @@ def rounded_linear(
 def _rounded_copy(rounding, t, is_gradient=False):
     "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
     copy = t.clone()
-    with unwatched(), torch.no_grad(): copy.copy_(rounding(t, is_gradient))
+    with without_modes(), torch.no_grad(): copy.copy_(rounding(t, is_gradient))
     return copy

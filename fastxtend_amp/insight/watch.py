@@ -2,9 +2,9 @@
 import math, re
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..compat import without_subclasses
 from ..learners import newest_loss
 from ..messages import warn_user
 from ..precisions import Precision
@@ -13,7 +13,7 @@ from ..precisions.matching import ROOT
 from ..training.callback import Watcher
 from .copies import several_processes
 from .diagnosis import ODD, Alarm, diagnose, fix
-from .random_states import torch_generators
+from .random_states import random_state, torch_generators
 from .values import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
@@ -71,7 +71,7 @@ class Watch(Watcher):
         "Keep the random state, and once the size of the weights."
         watched, learn = self.watched, self.cb.learn
         if watched is None or not learn.training: return
-        watched.random_state = [(set_state, get_state()) for set_state, get_state in watched.generators]
+        watched.random_state = random_state(watched.generators)
         # XLA would compile the norm into the first batch.
         if watched.weights is None and self.cb.fit.device.type != 'xla': watched.weights = _norm(learn.model)
 
@@ -84,7 +84,7 @@ class Watch(Watcher):
         if (loss := newest_loss(learn)) is None: return
         if watched.first_loss is None: watched.first_loss = loss.detach().mean()
         if not watched.on_cpu: return
-        with torch._C.DisableTorchFunctionSubclass():            # fastai's class would take ten times as long
+        with without_subclasses():
             value = (loss.detach().mean() if loss.dim() else loss).item()
         self._check_loss(watched, value)
 

@@ -10,7 +10,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..learners import is_sharded, optimizer_name, optimizer_params
+from ..learners import inner_optimizer, is_sharded, optimizer_name, optimizer_params
 from .bf16 import BF16
 from .matching import covers, qualified_names
 
@@ -30,7 +30,7 @@ class BF16Weights(BF16):
     def around_training(self, learn: Learner) -> list[Any]:
         allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
         params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        self.lowered = _Lowered(learn.opt.opt, dict.fromkeys(params))
+        self.lowered = _Lowered(inner_optimizer(learn.opt), dict.fromkeys(params))
         return [self.lowered]
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:

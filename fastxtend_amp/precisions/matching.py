@@ -7,9 +7,8 @@ from typing import Any
 from fastai.torch_core import get_model
 from fastcore.foundation import L
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
-from ..compat import COMPILED_NAME
+from ..compat import COMPILED_NAME, AnyConv
 
 ROOT = '(model)'  # the name of the model itself among its modules
 
@@ -63,12 +62,12 @@ def is_depthwise(module: nn.Module) -> bool:
     A predicate for `fp32_modules`: on CPUs with native bf16 these are faster in fp32. `learn.to_amp(measure=True)`
     measures it.
     """
-    return isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
+    return isinstance(module, AnyConv) and module.groups == module.in_channels > 1
 
 
 def is_grouped(module: nn.Module) -> bool:
     "Return whether a module is a convolution with groups of several channels."
-    return isinstance(module, _ConvNd) and 1 < module.groups < module.in_channels
+    return isinstance(module, AnyConv) and 1 < module.groups < module.in_channels
 
 
 def covers(

@@ -21,6 +21,7 @@ from fastai.torch_core import rank_distrib
 from fastcore.xtras import join_path_file
 
 from ..learners import is_sharded, loaded_states, training_device
+from ..messages import package_of
 from ..precisions import PRECISIONS
 from ..precisions.fp32_modules import remove_forwards
 from .loop import precision_callback
@@ -106,7 +107,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
 
 
 def _is_ours(x: Any) -> bool:
-    return isinstance(x, fp16.MixedPrecision) or type(x).__module__.startswith('fastxtend_amp.')
+    return isinstance(x, fp16.MixedPrecision) or package_of(type(x)) == 'fastxtend_amp'
 
 
 def load_learner(

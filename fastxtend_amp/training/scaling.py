@@ -22,7 +22,7 @@ from fastai.learner import Learner
 
 from ..compat import around_backward
 from ..learners import largest_gradient, optimizer_params
-from ..messages import warn_user
+from ..messages import is_users, warn_user
 from ..precisions import Precision
 from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
@@ -242,8 +242,7 @@ class EarlyChanges:
         found = []
         for cb in self.learn.cbs:
             is_early = cb.order < 10 and {'after_backward', 'before_step'} & {*object.__dir__(cb)}
-            is_users = not type(cb).__module__.startswith(('fastai.', 'fastxtend_amp.'))   # ours for XLA averages them
-            if is_early and is_users: found.append(type(cb).__name__)
+            if is_early and is_users(type(cb)): found.append(type(cb).__name__)      # ours for XLA averages them
         if found:
             warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before "
                       'they are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
