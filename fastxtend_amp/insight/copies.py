@@ -1,4 +1,4 @@
-"A copy of a learner to run on the side: whether there can be one, what it runs, and how its training begins."
+"A copy of a learner to run on the side: what it holds, which callbacks it runs, how it trains, and who can have one."
 import copy, inspect, re, tempfile, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,6 +27,87 @@ from .calls import Call
 from .random_states import random_state_kept
 from .values import readable_weights
 
+
+@contextmanager
+def copied_learner(
+    learn: Learner, # Nothing in it changes
+    call: Call, # To be made on the copy
+    optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
+) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
+    """Context manager: a copy of `learn`, to train or examine and throw away.
+
+    Data loaders and their datasets are shared; everything else is a deep copy. The model is the one inside
+    `torch.compile` and DistributedDataParallel, so a copy does not communicate with other processes. In a precision
+    without autocast all 16-bit weights become fp32. `save`, `load` and `export` of a copy do nothing. Gradients are
+    enabled, autocast and warnings are disabled, and the random states of Python, NumPy and torch are restored on exit.
+    Only one thread at a time can have a copy.
+
+    Raises `ValueError` if the learner cannot be copied, with the name of the part.
+    """
+    device = training_device(learn).type
+    no_autocast: Any = torch.autocast(device, enabled=False) if autocast_available(device) else nullcontext()
+    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(), no_autocast,
+          warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False)):  # an overflow is looked at, or skipped
+        warnings.simplefilter('ignore')                          # for example, that a precision is emulated
+        new = _copy(learn, optimizer)
+        new.path, new.model_dir = Path(folder), 'models'
+        grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
+        try:
+            learn.model.zero_grad()
+            # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
+            copy.deepcopy(call).apply(new, on_overflow='ignore')
+            yield new
+        except Exception as e:
+            if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
+            raise
+        finally:
+            for p, grad in grads: p.grad = grad
+            if cb := precision_callback(new): cb.close()         # the fit that batches have opened
+            vars(new).clear()                                    # callbacks refer to the copy: free it without `gc`
+
+
+# Attributes of a copy; the learner's may have an open file, as CSVLogger's `logger` does.
+_SILENT = dict(scaler=None, logger=noop, save=noop, load=noop, export=noop)
+
+
+def _copy(learn, optimizer):
+    new, cbs = object.__new__(type(learn)), L(filter(runs_on_copy, learn.cbs))
+    loaders = [*getattr(learn.dls, 'loaders', ()), vars(learn).get('dl')]
+    shared = learn.lock, learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)
+    memo = {id(o): o for o in shared} | {id(learn): new}
+    parts = {'model': unwrapped(learn.model)}                    # the model first: others share it
+    parts |= {cb.name: cb for cb in cbs}                         # by themselves, as an error names the part
+    parts |= {name: o for name, o in vars(learn).items() if name != 'model' and not isinstance(o, Callback)}
+    parts |= {'cbs': cbs, 'opt': learn.opt if optimizer else None, **_SILENT}
+    if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
+        parts['recorder'] = SimpleNamespace(**vars(learn.recorder))
+    for name, part in parts.items():
+        try:
+            with _Detached(): vars(new)[name] = copy.deepcopy(part, memo)
+        except torch.OutOfMemoryError: raise
+        except Exception as e:
+            raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
+                             'copies are run.\n'
+                             'If it is a callback, set its attribute `run_on_copy = False`. '
+                             'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
+        memo[id(learn.model)] = new.model                        # instead of what wraps it
+    if new.opt:                                                  # copying leaves out flags, such as `fused`
+        for name, flag in vars(inner_optimizer(learn.opt)).items():
+            if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
+    for m in new.model.modules():                                # that waits for no other process
+        if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
+    return new
+
+
+class _Detached(TorchFunctionMode):
+    "Copies tensors without their graph. PyTorch cannot copy those with a graph, which modules and callbacks may keep."
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        has_graph = func is torch.Tensor.__deepcopy__ and not args[0].is_leaf
+        return args[0].detach().clone() if has_graph else func(*args, **(kwargs or {}))
+
+
+# -- the callbacks of a copy
+
 # Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
 # MixedPrecision also ours. All others of fastai read, schedule, save or stop.
 _OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
@@ -37,6 +118,64 @@ _WATCHES = re.compile('(Track|Record|Sav|(?<!Gradient)(?<!Activation)Checkpoint|
                       '(|s|e[drs]*|ing)(?![a-z])|'
                       '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
 
+
+def runs_on_copy(cb: Callback) -> bool:
+    """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
+
+    `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
+    those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
+    has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
+    """
+    if (own := getattr(cb, 'run_on_copy', None)) is not None: return own
+    classes = [cls for cls in type(cb).__mro__ if cls not in HookCallback.__mro__]
+    of_fastai = [cls.__name__ for cls in classes if package_of(cls) == 'fastai']
+    if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
+    return not any(_WATCHES.search(f'{package_of(cls)} {cls.__name__}') for cls in classes)
+
+
+def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
+    "Say which callbacks a copy does not run, except those of fastai and fastxtend_amp."
+    names = [cb.name for cb in learn.cbs if is_users(type(cb)) and not runs_on_copy(cb)]
+    return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
+            'attribute `run_on_copy = True`.'] if names else []
+
+
+# -- the training of a copy
+
+def loader_like(
+    dl: DataLoader, # fastai's, or PyTorch's
+) -> DataLoader: # Another one on the same dataset
+    """Return a copy of `dl` with the same dataset, so that drawing batches does not change the order of `dl`.
+
+    A `DistributedDL` would wait for all processes, so the loader inside is used. A loader that cannot be copied is
+    returned itself.
+    """
+    if type(dl).__name__ == 'DistributedDL': dl = dl.dl
+    dataset = getattr(dl, 'dataset', None)
+    try: return copy.deepcopy(dl, {id(dataset): dataset})
+    except Exception: return dl
+
+
+def begin_fit(
+    copy: Learner,
+    n_iter: int, # Batches in its epoch
+    lr: float | slice | None = None, # The learner's own if None
+) -> None:
+    "Begin a fit of one epoch as `Learner.fit` does, up to its first batch."
+    if not copy.opt: copy.create_opt()
+    if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
+    copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
+    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
+    for event in 'before_fit', 'before_epoch', 'before_train': copy(event)
+
+
+def run_batch(copy: Learner, i: int, batch: Any) -> None:
+    "Run a clone of a batch. A callback that ends a fit or an epoch early, which `fit` handles, ends the batch."
+    batch = map_tensors(torch.clone, batch)                      # CutMix and some models write into it
+    with suppress(CancelFitException, CancelEpochException, CancelTrainException): copy.one_batch(i, batch)
+
+
+# -- what a learner needs
 
 def check_learner(
     learn: Learner,
@@ -76,140 +215,6 @@ def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or i
     weights = readable_weights(model)
     lost = [name for name, p in weights.items() if not p.isfinite().all()]
     return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
-
-
-@contextmanager
-def copied_learner(
-    learn: Learner, # Nothing in it changes
-    call: Call | None = None, # To be made on the copy; without one it trains as the learner does
-    optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
-) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
-    """Context manager: a copy of `learn`, to train or examine and throw away.
-
-    Data loaders and their datasets are shared; everything else is a deep copy. The model is the one inside
-    `torch.compile` and DistributedDataParallel, so a copy does not communicate with other processes. In a precision
-    without autocast all 16-bit weights become fp32. `save`, `load` and `export` of a copy do nothing. Gradients are
-    enabled, autocast and warnings are disabled, and the random states of Python, NumPy and torch are restored on exit.
-    Only one thread at a time can have a copy.
-
-    Raises `ValueError` if the learner cannot be copied, with the name of the part.
-    """
-    device = training_device(learn).type
-    no_autocast: Any = torch.autocast(device, enabled=False) if autocast_available(device) else nullcontext()
-    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(), no_autocast,
-          warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False)):  # an overflow is looked at, or skipped
-        warnings.simplefilter('ignore')                          # for example, that a precision is emulated
-        new = _copy(learn, optimizer)
-        new.path, new.model_dir = Path(folder), 'models'
-        grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
-        try:
-            learn.model.zero_grad()
-            # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
-            if call: copy.deepcopy(call).apply(new, on_overflow='ignore')
-            yield new
-        except Exception as e:
-            if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
-            raise
-        finally:
-            for p, grad in grads: p.grad = grad
-            if cb := precision_callback(new): cb.close()         # the fit that batches have opened
-            vars(new).clear()                                    # callbacks refer to the copy: free it without `gc`
-
-
-def begin_fit(
-    copy: Learner,
-    n_iter: int, # Batches in its epoch
-    lr: float | slice | None = None, # The learner's own if None
-) -> None:
-    "Begin a fit of one epoch as `Learner.fit` does, up to its first batch."
-    if not copy.opt: copy.create_opt()
-    if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
-    copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
-    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in 'before_fit', 'before_epoch', 'before_train': copy(event)
-
-
-def run_batch(copy: Learner, i: int, batch: Any) -> None:
-    "Run a clone of a batch. A callback that ends a fit or an epoch early, which `fit` handles, ends the batch."
-    batch = map_tensors(torch.clone, batch)                      # CutMix and some models write into it
-    with suppress(CancelFitException, CancelEpochException, CancelTrainException): copy.one_batch(i, batch)
-
-
-def loader_like(
-    dl: DataLoader, # fastai's, or PyTorch's
-) -> DataLoader: # Another one on the same dataset
-    """Return a copy of `dl` with the same dataset, so that drawing batches does not change the order of `dl`.
-
-    A `DistributedDL` would wait for all processes, so the loader inside is used. A loader that cannot be copied is
-    returned itself.
-    """
-    if type(dl).__name__ == 'DistributedDL': dl = dl.dl
-    dataset = getattr(dl, 'dataset', None)
-    try: return copy.deepcopy(dl, {id(dataset): dataset})
-    except Exception: return dl
-
-
-# Attributes of a copy; the learner's may have an open file, as CSVLogger's `logger` does.
-_SILENT = dict(logger=noop, save=noop, load=noop, export=noop)
-
-
-def _copy(learn, optimizer):
-    new = object.__new__(type(learn))
-    cbs = [cb for cb in learn.cbs if runs_on_copy(cb)]
-    loaders = [*getattr(learn.dls, 'loaders', ()), vars(learn).get('dl')]
-    shared = learn.lock, learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)
-    memo = {id(o): o for o in shared} | {id(learn): new}
-    own = {name: part for name, part in vars(learn).items() if not isinstance(part, Callback)}
-    own |= {'cbs': L(cbs), 'opt': learn.opt if optimizer else None, 'scaler': None, **_SILENT}
-    if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
-        own['recorder'] = SimpleNamespace(**vars(learn.recorder))
-    parts = [('model', unwrapped(learn.model)), *((cb.name, cb) for cb in cbs)]      # the model first: others share it
-    for name, part in [*parts, *own.items()]:
-        try:
-            with _Detached(): vars(new)[name] = copy.deepcopy(part, memo)
-        except torch.OutOfMemoryError: raise
-        except Exception as e:
-            raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
-                             'copies are run.\n'
-                             'If it is a callback, set its attribute `run_on_copy = False`. '
-                             'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
-        memo[id(learn.model)] = new.model                        # instead of what wraps it
-    if new.opt is not None:                                      # copying leaves out flags, such as `fused`
-        for name, flag in vars(inner_optimizer(learn.opt)).items():
-            if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
-    for m in new.model.modules():                                # that waits for no other process
-        if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
-    return new
-
-
-class _Detached(TorchFunctionMode):
-    "Copies tensors without their graph. PyTorch cannot copy those with a graph, which modules and callbacks may keep."
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        has_graph = func is torch.Tensor.__deepcopy__ and not args[0].is_leaf
-        return args[0].detach().clone() if has_graph else func(*args, **(kwargs or {}))
-
-
-# -- the callbacks of a copy
-
-def runs_on_copy(cb: Callback) -> bool:
-    """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
-
-    `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
-    those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
-    has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
-    """
-    if (own := getattr(cb, 'run_on_copy', None)) is not None: return own
-    classes = [cls for cls in type(cb).__mro__ if cls not in HookCallback.__mro__]
-    of_fastai = [cls.__name__ for cls in classes if package_of(cls) == 'fastai']
-    if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
-    return not any(_WATCHES.search(f'{package_of(cls)} {cls.__name__}') for cls in classes)
-
-
-def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
-    "Say which callbacks a copy does not run, except those of fastai and fastxtend_amp."
-    names = [cb.name for cb in learn.cbs if is_users(type(cb)) and not runs_on_copy(cb)]
-    return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
-            'attribute `run_on_copy = True`.'] if names else []
 
 
 def several_processes() -> bool:

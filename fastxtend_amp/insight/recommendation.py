@@ -48,9 +48,7 @@ class Speed(NamedTuple):
     @property
     def pays(self) -> bool: return self.low > WORTH
     @property
-    def loses(self) -> bool: return self.high <= WORTH
-    @property
-    def is_undecided(self) -> bool: return not (self.pays or self.loses)
+    def is_undecided(self) -> bool: return not (self.pays or self.high <= WORTH)
     @property
     def is_slower(self) -> bool: return self.high < 1 or self.mid < _HOPELESS
 

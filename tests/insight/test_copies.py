@@ -12,9 +12,13 @@ from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
+from fastxtend_amp.insight.calls import Call
 from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, loader_like
+from fastxtend_amp.precisions import FP16, Precision
 from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, set_support
 from states import ASK, InStep, bits, language_model, rich, shuffled
+
+FP32 = Call(Precision())
 
 
 def train(learn, n=4, lr=None):
@@ -68,9 +72,8 @@ def test_the_learner_is_not_modified(make):
     learn = make()
     before = bits(learn)
     around = torch.autocast('cpu', dtype=torch.bfloat16)  # does not reach the copy, nor does `no_grad`
-    with torch.no_grad(), around, copied_learner(learn, optimizer=learn.opt is not None) as copy:
+    with torch.no_grad(), around, copied_learner(learn, FP32, optimizer=learn.opt is not None) as copy:
         assert not torch.is_autocast_enabled('cpu')
-        copy.to_fp32()
         assert same(params(copy), params(learn))
         train(copy)
         assert not same(params(copy), params(learn))
@@ -81,8 +84,7 @@ def test_the_learner_is_not_modified(make):
 def test_the_copy_trains_as_the_learner_would(opt):
     learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.0)
     learn.fit(1, 0.01)
-    with copied_learner(learn, optimizer=True) as copy:
-        copy.to_fp16(init_scale=256.0)
+    with copied_learner(learn, Call(FP16(init_scale=256.0)), optimizer=True) as copy:
         flags = [vars(getattr(o, 'opt', o)).keys() for o in (copy.opt, learn.opt)]
         assert flags[0] == flags[1]  # such as that of fused optimizers, which skip on the device
         train(copy, 6, 0.01)
@@ -107,7 +109,7 @@ def test_what_hangs_on_the_learner_is_copied():
     learn.best, learn.watched = learn.model, [learn.history]
     learn.fit(1)
     seen.clear()
-    with copied_learner(learn) as copy:
+    with copied_learner(learn, FP32) as copy:
         train(copy)
         assert seen == ['before_batch', 'after_step'] * 4  # both callbacks of one name
         assert len(copy.history['losses']) == copy.seen == 10 and copy.watched[0] is copy.history
@@ -123,13 +125,13 @@ def test_copies_of_two_threads_come_one_after_the_other():
 
     def second():
         begun.wait(60)
-        with copied_learner(learn):
+        with copied_learner(learn, FP32):
             order.append('second')
 
     learn, thread = learner(), threading.Thread(target=second)
     thread.start()
     rng = torch.get_rng_state()
-    with copied_learner(learn):
+    with copied_learner(learn, FP32):
         begun.set()
         thread.join(0.5)  # would end in this time if it did not wait
         torch.rand(1)
@@ -155,7 +157,7 @@ class Saves(Callback):
 
 def test_files_go_into_a_folder_that_is_removed(tmp_path):
     learn = learner(cbs=Saves(tmp_path), path=tmp_path / 'learner')
-    with copied_learner(learn) as copy:
+    with copied_learner(learn, FP32) as copy:
         train(copy, 1)
         assert [p.name for p in copy.path.rglob('*')] == ['seen']
         folder = copy.path
@@ -180,7 +182,7 @@ def test_results_with_a_graph_are_copied_without_it_wherever_they_are_kept():
     with hook_output(learn.model[0], detach=False) as hook:
         learn.model.hook = hook
         learn.model(learn.dls.one_batch()[0])
-        with copied_learner(learn) as copy:
+        with copied_learner(learn, FP32) as copy:
             kept = copy.model.hook.stored
             assert torch.equal(kept, hook.stored) and kept.grad_fn is None and hook.stored.grad_fn is not None
 
@@ -193,11 +195,11 @@ def test_what_cannot_be_copied_is_named(place, name):
     learn = learner(cbs=type('Locked', (Callback,), {})())
     place(learn).lock2 = threading.Lock()
     words = f'(?s)copying `{name}` failed.*lock.*`run_on_copy = False`.*outside of model'
-    with pytest.raises(ValueError, match=words), copied_learner(learn):
+    with pytest.raises(ValueError, match=words), copied_learner(learn, FP32):
         pass
     learn.locked.run_on_copy = False
     if name == 'locked':
-        with copied_learner(learn) as copy:
+        with copied_learner(learn, FP32) as copy:
             assert 'locked' not in vars(copy)
 
 
