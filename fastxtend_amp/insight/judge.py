@@ -105,8 +105,9 @@ class Judge:
         return self.runs[-1]
 
     def _about_modules(self, run):
+        "Say why modules are flagged, why the run failed, or that all is well."
         if self.reasons: return some(dict.fromkeys(self.reasons.values()), '; ')
-        if run.not_finite: return f'in {self.kind.name} {_NOT_FINITE}'
+        if run.error or run.not_finite: return run.error or _NOT_FINITE
         errors = [m.error for m in run.modules.values() if m.error > 0]
         return f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
 
@@ -124,10 +125,9 @@ class Judge:
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
         is_backward = run.not_finite == 'gradient' and not (harmed or run.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
-        new = self._can_be_kept(harmed, run)
-        if not new: new = self._found_by_trial(run, next(iter(harmed), None), is_backward)
+        new = self._can_be_kept(harmed, run) or self._found_by_trial(run, next(iter(harmed), None), is_backward)
         if new and is_backward: self.scale = self.present_scale    # it was not the scale that failed
-        self.keep = [*self.keep, *new]
+        self.keep += new
         return bool(new)
 
     def _lower_scale(self, run):
@@ -169,9 +169,8 @@ class Judge:
         return names
 
     def _nothing_helps(self, run):
-        reason = some(self.reasons.values()) or run.error or _NOT_FINITE
-        if run.error: return self._verdict('cannot run', reason)
-        reason += ', and no module in fp32 changes that'
+        if run.error: return self._verdict('cannot run', self.found[0])
+        reason = f'{self.found[0]}, and no module in fp32 changes that'
         if self.reasons.keys() - self.modules.keys() or ROOT in self.reasons:
             reason += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
         return self._verdict('do not use', reason)

@@ -172,9 +172,9 @@ class _Work:
         distances = {name: judge.distance for name, judge in judges if judge.distance}
         yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
         for name, distance in distances.items():
-            if not (n := len(distance.lost)): continue
-            yield (f'{name}: the gradients of {distance.n} of {distance.n + n} batches were finite at first; '
-                   'modules were judged on one of the other batches as well.')
+            if n := len(distance.lost):
+                yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules were '
+                       'judged on one of these batches as well.')
         losses = next((distance.losses[:1] for distance in distances.values()), [])
         for loss, again in zip(reference.losses, losses):
             if abs(loss - again) > _DETERMINISTIC * abs(loss):
