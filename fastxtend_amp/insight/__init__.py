@@ -17,9 +17,9 @@ from ..training.callback import WATCHERS
 from . import report                                             # adds `Learner.precision_report`
 from .any_loop import precision_report
 from .compare import PrecisionComparison, measure_and_choose
-from .diagnosis import fixed_evaluation
+from .diagnosis import Fp32Evaluation
 from .report_result import PrecisionReport
-from .watch import ErrorNote, UnusedModules, Watch
+from .watch import ErrorNote, FailureWatcher, UnusedModules
 
 _core.measure_and_choose = measure_and_choose
-WATCHERS += [Watch, fixed_evaluation, UnusedModules, ErrorNote]
+WATCHERS += [FailureWatcher, Fp32Evaluation, UnusedModules, ErrorNote]

@@ -134,13 +134,13 @@ class Fix(NamedTuple):
     call: str # Starts a training with the change
 
 
-def fix(
+def apply_remedy(
     cb: MixedPrecision,
     alarm: Alarm,
-    remedy: Remedy | None, # Of its diagnosis
+    diagnosis: Diagnosis, # Of the alarm
 ) -> bool: # False without a remedy, if the user's own change waits already, or with nn.DataParallel
     "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    learn = cb.learn
+    learn, remedy = cb.learn, diagnosis.remedy
     if not remedy or cb.waiting: return False
     call = advised(learn, *remedy)
     new = call.precision
@@ -161,7 +161,7 @@ def fix(
     return True
 
 
-class FixedEvaluation(Watcher):
+class Fp32Evaluation(Watcher):
     """Results of `validate`, `get_preds`, `predict` and `tta` in fp32, where 16 bits fail, with `on_overflow='fix'`.
 
     A batch with NaN or inf runs again in fp32, on a copy. If loss and predictions are finite there, they count, in
@@ -176,8 +176,8 @@ class FixedEvaluation(Watcher):
     def after_loss(self):
         "Look at predictions and loss; autocast is off already."
         cb, learn = self.cb, self.cb.learn
-        if learn.training or several_processes(): return         # where a model would wait for the others
-        if not cb.fit.precision.dtype or has_finite_results(learn): return
+        if learn.training or cb.on_overflow != 'fix' or not cb.fit.precision.dtype: return
+        if several_processes() or has_finite_results(learn): return      # a model would wait for the others
         state = random_state()
         if not (results := _fp32_results(learn, state)): return
         if not self.n_replaced:
@@ -208,8 +208,3 @@ def _fp32_results(learn, state): # In the middle of a batch
         first, second = map(tensors, runs)
         if all(map(torch.equal, first, second)) and has_finite_results(copy): return runs[0]
     return None
-
-
-def fixed_evaluation(cb: MixedPrecision) -> FixedEvaluation | None:
-    "Return what replaces results, for a precision callback with `on_overflow='fix'`; None for another."
-    return FixedEvaluation(cb) if cb.on_overflow == 'fix' else None

@@ -173,8 +173,8 @@ class _Work:
         yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
         for name, distance in distances.items():
             if n := len(distance.lost):
-                yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules were '
-                       'judged on one of these batches as well.')
+                yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules '
+                       'were judged on one of these batches as well.')
         losses = next((distance.losses[:1] for distance in distances.values()), [])
         for loss, again in zip(reference.losses, losses):
             if abs(loss - again) > _DETERMINISTIC * abs(loss):

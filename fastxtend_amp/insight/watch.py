@@ -12,7 +12,7 @@ from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import Watcher
 from .copies import several_processes
-from .diagnosis import ODD, Alarm, diagnose, fix
+from .diagnosis import ODD, Alarm, apply_remedy, diagnose
 from .random_states import random_state, torch_generators
 from .values import readable, readable_weights
 
@@ -23,8 +23,8 @@ _DTYPES = 'Half|BFloat16|dtype|scalar type|ScalarType|primitive'   # in PyTorch'
 _ANOMALY = 'returned nan values'                                 # in those of anomaly detection
 
 
-class Watched:
-    "The observations of one fit."
+class Observations:
+    "What was seen in one fit, until a failure is reported."
     weights = None                                               # their norm at the start
     first_loss = None
     last_loss = math.nan                                         # the last finite one
@@ -37,9 +37,21 @@ class Watched:
         self.on_cpu = on_cpu                                     # where reading a number waits for nothing
         self.generators = torch_generators()
 
+    def divergence(self, model: nn.Module) -> str:
+        """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
 
-class Watch(Watcher):
-    """The watch over the fits of a precision callback: it detects failed training and reports the cause, once per fit.
+        A loss that grew without the weights was small by chance. This waits for the device.
+        """
+        if self.weights is None or self.first_loss is None: return ''
+        first, last, weights = float(self.first_loss), self.last_loss, float(_norm(model) / self.weights)
+        far = 0 < _FAR * abs(first) < last and not weights < _MOVED
+        if not (far or _FAR < weights < math.inf): return ''
+        return (f'since the start of the fit, the loss went from {first:.3g} to {last:.3g}, and the norm of the '
+                f'weights grew {weights:.3g}-fold')
+
+
+class FailureWatcher(Watcher):
+    """Detects failed training, and reports the cause, once per fit.
 
     While all goes well nothing here waits for an accelerator: it reads the losses that fastai's Recorder has fetched,
     and the skips that the host knows of.
@@ -49,18 +61,18 @@ class Watch(Watcher):
     n_fixes = 0                                                  # in this fit
 
     @property
-    def watched(self):
-        "The observations of the open fit; None if it is not watched, or has been warned of."
-        return self.cb.fit and self.cb.fit.watched
+    def seen(self):
+        "The `Observations` of the open fit; None if nothing is to be reported, or something has been."
+        return self.cb.fit and self.cb.fit.seen
 
     def before_fit(self):
         if len(self.cb.parts) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
 
     def after_open(self):
-        "Watch a fit that has been opened."
+        "Observe a fit that has been opened."
         fit = self.cb.fit
         is_ignored = fit.precision.kind is Precision or self.cb.on_overflow == 'ignore'
-        fit.watched = None if is_ignored else Watched(fit.device.type == 'cpu')
+        fit.seen = None if is_ignored else Observations(fit.device.type == 'cpu')
 
     def before_train(self):
         "Warn at the start of a distributed fit that 'fix' only warns."
@@ -69,41 +81,41 @@ class Watch(Watcher):
 
     def before_batch(self):
         "Keep the random state, and once the size of the weights."
-        watched, learn = self.watched, self.cb.learn
-        if watched is None or not learn.training: return
-        watched.random_state = random_state(watched.generators)
+        seen, learn = self.seen, self.cb.learn
+        if seen is None or not learn.training: return
+        seen.random_state = random_state(seen.generators)
         # XLA would compile the norm into the first batch.
-        if watched.weights is None and self.cb.fit.device.type != 'xla': watched.weights = _norm(learn.model)
+        if seen.weights is None and self.cb.fit.device.type != 'xla': seen.weights = _norm(learn.model)
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
-        watched, learn = self.watched, self.cb.learn
-        if watched is None or not learn.training: return
-        if not watched.on_cpu: self._check_recorded()
-        watched.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), watched.random_state
+        seen, learn = self.seen, self.cb.learn
+        if seen is None or not learn.training: return
+        if not seen.on_cpu: self._check_recorded()
+        seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
         if (loss := newest_loss(learn)) is None: return
-        if watched.first_loss is None: watched.first_loss = loss.detach().mean()
-        if not watched.on_cpu: return
+        if seen.first_loss is None: seen.first_loss = loss.detach().mean()
+        if not seen.on_cpu: return
         with without_subclasses():
             value = (loss.detach().mean() if loss.dim() else loss).item()
-        self._check_loss(watched, value)
+        self._check_loss(seen, value)
 
     def after_step(self):
         "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."
-        watched, history = self.watched, self.cb.history
-        if not (watched and watched.batch and (scaling := self.cb.fit.scaling)): return
+        seen, history = self.seen, self.cb.history
+        if not (seen and seen.batch and (scaling := self.cb.fit.scaling)): return
         # What the device has decided is known once it has been read.
         if history.unread if scaling.step.on_device else not scaling.step.found_inf: return
         if not (n := history.skips_in_a_row()): return
         scale = history.scales[-1]
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
         if not scaling.is_skip_odd: return
-        watched.n_odd += 1
-        if watched.n_odd.bit_count() == 1: self._alarm(ODD, scale)
+        seen.n_odd += 1
+        if seen.n_odd.bit_count() == 1: self._alarm(ODD, scale)
 
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
-        scaling = self.watched and self.cb.fit.scaling
+        scaling = self.seen and self.cb.fit.scaling
         if scaling and scaling.step.on_device:
             self.cb.history.read()
             self.after_step()
@@ -111,56 +123,45 @@ class Watch(Watcher):
 
     def after_validate(self):
         "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
-        watched, learn = self.watched, self.cb.learn
+        seen, learn = self.seen, self.cb.learn
+        if seen is None or seen.has_said: return
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         results = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
-        if watched is None or watched.has_said or all((t < math.inf).all() for t in results): return
+        if all((t < math.inf).all() for t in results): return
         advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, `on_overflow='fix'` does so "
                   'for each such batch, and names the modules to keep in fp32; unless the model keeps state from batch '
                   'to batch.')
-        if far := _divergence(watched, learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
-        watched.has_said = True
+        if far := seen.divergence(learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        seen.has_said = True
         name = self.cb.fit.precision.name
         self._warn_or_raise(f'{name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
 
     def _check_recorded(self):
         "Look at the loss that the Recorder has read, off the CPU; in distributed runs it is the mean of all processes."
-        recorder, watched = vars(self.cb.learn).get('recorder'), self.watched
-        losses = getattr(recorder, 'losses', [])
-        if losses and watched and watched.batch and not watched.on_cpu: self._check_loss(watched, float(losses[-1]))
+        seen = self.seen
+        if not seen or seen.on_cpu or not seen.batch: return
+        losses = getattr(vars(self.cb.learn).get('recorder'), 'losses', ())
+        if losses: self._check_loss(seen, float(losses[-1]))
 
-    def _check_loss(self, watched, loss):
+    def _check_loss(self, seen, loss):
         if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', self.cb.learn.scaler.get_scale())
-        watched.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.watched = None        # it ends where training fails
+        seen.last_loss = loss
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it ends where training fails
 
     def _alarm(self, what, scale): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
-        learn, watched, cb = self.cb.learn, self.watched, self.cb
-        alarm = Alarm(what, cb.precision.kind, scale, *watched.batch)
-        diagnosis = diagnose(learn, alarm, _divergence(watched, learn.model))
+        learn, seen, cb = self.cb.learn, self.seen, self.cb
+        alarm = Alarm(what, cb.precision.kind, scale, *seen.batch)
+        diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
-        cb.fit.watched = None                                    # first: between batches `fix` closes the fit
-        is_fixed = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES and fix(cb, alarm, diagnosis.remedy)
-        if is_fixed: self.n_fixes += 1
+        cb.fit.seen = None                                       # first: a remedy may close the fit
+        may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES
+        if may_fix and apply_remedy(cb, alarm, diagnosis): self.n_fixes += 1
         else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
 
     def _warn_or_raise(self, message):
         if self.cb.on_overflow == 'raise': raise FloatingPointError(message)
         warn_user(message)
-
-
-def _divergence(watched, model):
-    """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
-
-    A loss that grew without the weights was small by chance. This waits for the device.
-    """
-    if watched.weights is None or watched.first_loss is None: return ''
-    first, weights = float(watched.first_loss), float(_norm(model) / watched.weights)
-    far = 0 < _FAR * abs(first) < watched.last_loss and not weights < _MOVED
-    if not (far or _FAR < weights < math.inf): return ''
-    return (f'since the start of the fit, the loss went from {first:.3g} to {watched.last_loss:.3g}, and the norm of '
-            f'the weights grew {weights:.3g}-fold')
 
 
 def _norm(model):
@@ -176,7 +177,7 @@ class UnusedModules(Watcher):
         "Look at the modules, once, after a complete forward pass: later batches do not pass here."
         cb, fit = self.cb, self.cb.fit
         if not cb.learn.training: return
-        cb.unwatch(self)
+        cb.remove_watcher(self)
         for name, m in fit.precision.kept_in_fp32(fit.model).items():
             if getattr(forward_of(m), 'called', True): continue
             warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, naming it has "

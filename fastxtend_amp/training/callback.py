@@ -30,7 +30,6 @@ from .fit import Fit
 from .history import StepHistory
 from .scaling import Scaling
 
-WATCHERS: list[Callable[[MixedPrecision], Any]] = []             # each makes a `Watcher`, or None
 _EVENTS = (*_events, 'after_open', 'after_failure')              # for watchers: a fit has begun, or raised an exception
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 
@@ -38,6 +37,8 @@ _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 class Watcher:
     "An object whose events run after those of a precision callback."
     def __init__(self, cb: MixedPrecision): self.cb = cb
+
+WATCHERS = list[type[Watcher]]()                                 # each precision callback has one of each class
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -76,6 +77,7 @@ class MixedPrecision(fp16.MixedPrecision):
             self.precision = amp_mode.like()                     # its loss scale is this callback's own
         else: self.precision = find_precision(amp_mode)(*args, **kwargs)
         check_integer(1, max_skips=max_skips)
+        self._set_watchers([cls(self) for cls in WATCHERS])
         self.max_skips, self.on_overflow = max_skips, on_overflow
         self.history = StepHistory()
         self.parts = list[Any]()                                 # the `Part`s of fastai's loop that are open
@@ -89,7 +91,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def on_overflow(self, value: str) -> None:
         check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         self._on_overflow = value
-        self._set_watchers([*filter(None, (make(self) for make in WATCHERS))])     # 'fix' has one more
         if self.fit: self('after_open')
 
     def __setattr__(self, name, value):
@@ -227,7 +228,7 @@ class MixedPrecision(fp16.MixedPrecision):
         for event in _EVENTS:
             self.methods[event] = [getattr(x, event) for x in all_of_us if hasattr(type(x), event)]
 
-    def unwatch(self, watcher: Any) -> None:
+    def remove_watcher(self, watcher: Watcher) -> None:
         "Call no more events of `watcher`."
         self._set_watchers([w for w in self.watchers if w is not watcher])
 
@@ -302,6 +303,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_fit(self):
         "End the fit. Callbacks of a higher order may now load weights. A validation inside the fit ends nothing."
         if self.fit is None or len(self.parts) > 1 or self.in_batch: return
-        scaling = self.fit.watched and self.fit.scaling          # unless a failure has been reported
+        scaling = self.fit.seen and self.fit.scaling             # unless a failure has been reported
         if scaling and (message := scaling.skip_message(self.precision)): warn_user(message)
         self.close()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from cases import CASES
 from fastxtend_amp import kahan
 from fastxtend_amp.insight import diagnosis
-from fastxtend_amp.insight.watch import Watch
+from fastxtend_amp.insight.watch import FailureWatcher
 from fastxtend_amp.training import callback
 from helpers import OPTIMIZERS, At, Attentive, Data, dataset, learner, linear, loaders, mlp, opt_state
 from helpers import params, same, set_support, told
@@ -186,13 +186,13 @@ def messages_of(cases):
             assert not [w for w in said(started(make, advice[1]), *fit) if 'failed' in w], (name, advice[1])
 
 
-class OnDevice(Watch):
+class OnDevice(FailureWatcher):
     "As on an accelerator: values on the device are not read."
 
     def after_open(self):
         super().after_open()
-        if self.watched:
-            self.watched.on_cpu = False
+        if self.seen:
+            self.seen.on_cpu = False
 
 
 @pytest.mark.parametrize('name, cases', [('', FAILS), ('_on_device', ON_DEVICE), ('_several_processes', SEVERAL)])
