@@ -76,7 +76,6 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'half weights, fp16 without masters': lambda l: l.to_half_weights('fp16', master_weights=False),
     'fused, an optimizer': lambda l: fused(torch.optim.RMSprop),
     'fused, a list': lambda l: fused(['AdamW']),
-    'fused, not fused': lambda l: fused('AdamW', fused=False),
     'fused, a name': lambda l: fused('Adamw'),
     'kahan, a name': lambda l: kahan('adamw'),
     "kahan, torch's AdamW": lambda l: kahan(torch.optim.AdamW),
