@@ -8,7 +8,6 @@ import copy, pickle
 
 import pytest, torch
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.learner import load_learner
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -77,7 +76,7 @@ def test_numbers_are_the_cpus(mode, opt, device):
 
     A second fit clips and accumulates. A module is kept in fp32.
     """
-    pair, losses = [], []
+    pair = []
     for place in (device, CPU):
         learn = build(
             mode, opt, place, rows.SCALING, without_bias(), cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None
@@ -86,12 +85,10 @@ def test_numbers_are_the_cpus(mode, opt, device):
             learn.to_bf16(fp32_modules='3')
         dtypes = output_dtypes(learn, learn.model[0], learn.model[3])
         learn.fit(2, 0.01)
-        losses.append(torch.tensor([*learn.recorder.losses, learn.validate()[0]]))
         assert places(learn) == {place.type} and learn.get_preds()[0].dtype is torch.float32
         assert mode != 'bf16' or dtypes == 12 * [torch.bfloat16, torch.float32]
         pair.append(learn)
     there, here = pair
-    assert torch.allclose(*losses, rtol=0 if is_installed() else 0.05)
     assert_alike(there, here)
     if mode == 'fp16':
         a, b = (learn.mixed_precision for learn in pair)
@@ -158,7 +155,7 @@ def test_the_scale_grows_in_a_step_of_the_host_after_those_of_the_device(sim):
 def test_files_and_copies(mode, opt, tmp_path, device):
     """Training goes on in a new learner, whose model is still on the CPU, as it does without the file.
 
-    On the device, also from the CPU and back; in copies; as an export, on the CPU.
+    On the device, also from the CPU and back, and in copies.
     """
     for first, then in ((CPU, device), (device, CPU), (device, device)):
         straight = build(mode, opt, first, rows.SCALING, without_bias(), path=tmp_path)
@@ -173,10 +170,6 @@ def test_files_and_copies(mode, opt, tmp_path, device):
             learn.fit(1, 0.01)
             assert_alike(straight, learn)
             assert places(learn) == {then.type}
-    straight.export()
-    exported = load_learner(tmp_path / 'export.pkl', cpu=True)
-    assert places(exported) == {'cpu'} and places(straight) == {device.type}
-    assert same([p.cpu() for p in params(straight)], params(exported))
 
 
 # -- synchronizations: the numbers in the documentation come from here
@@ -221,14 +214,12 @@ def test_synchronizations_beyond_fp32(mode, options, opt, a_step, an_epoch, sim)
         assert all(b.isfinite().all() for b in learn.model.buffers())
 
 
-def test_a_skip_that_ends_an_epoch_costs_the_next_one_nothing(sim):
+def test_skips_that_end_an_epoch(sim):
+    "They cost the next one nothing, and they are noticed."
     learns = skips, _, unwatched = [build('fp16', 'fused adamw', cbs=spoil_at(*at)) for at in ([5], [], [])]
     unwatched.mixed_precision.on_overflow = 'ignore'
     assert len({*map(waits_of_second_epoch, learns)}) == 1
     assert skips.mixed_precision.skips == [i == 5 for i in range(12)]
-
-
-def test_skips_that_end_an_epoch_are_noticed(sim):
     options = CALM | dict(max_skips=2, on_overflow='raise')
     with pytest.raises(FloatingPointError, match='2 steps in a row were skipped'):
         build('fp16', 'fused adamw', scaling=options, cbs=spoil_at(4, 5)).fit(1, 0.01)
