@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from fastai.learner import Learner
@@ -26,7 +26,7 @@ from .support import precision_support
 
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02
-Facts = Iterator[tuple[str, Any, Any]]        # that a check looks at: what it is, as found, as it should be
+Facts = Iterator[tuple[str, bool]]         # what a check has seen, and whether that is right
 
 
 class Result(NamedTuple):
@@ -69,20 +69,20 @@ class Checks:
         learn, dtypes = self.learner(cls), list[torch.dtype]()
         learn.model[1].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
         _fit(learn, EPOCHS)
-        yield 'computes in', _name_of(dtypes[-1]), _name_of(cls.dtype or torch.float32)
+        yield f'computes in {dtypes[-1]}'.replace('torch.', ''), dtypes[-1] is (cls.dtype or torch.float32)
         loss = float(learn.recorder.values[-1][-1])
         if cls is Precision: self.fp32_loss = loss
-        is_low = loss < self.fp32_loss * (1 + SLACK) + .02
-        yield f'validation loss {loss:.4f} ({loss - self.fp32_loss:+.4f} from fp32)', is_low, True
+        seen = f'validation loss {loss:.4f} ({loss - self.fp32_loss:+.4f} from fp32)'
+        yield seen, loss < self.fp32_loss * (1 + SLACK) + .02
 
     def skips(self, cls, opt_func=Adam) -> Facts:
         learn, steps = self.learner(cls, opt_func), count(1)
         weight = learn.model[1].weight
         weight.register_hook(lambda grad: grad * math.inf if next(steps) == 10 else grad)
         _fit(learn)
-        yield 'weights finite after an infinite gradient', bool(weight.isfinite().all()), True
+        yield 'weights finite after an infinite gradient', bool(weight.isfinite().all())
         scale, after = learn.mixed_precision.scales[9:11]
-        yield f'loss scale {scale:,g}, then', f'{after:,g}', f'{scale / 2:,g}'
+        yield f'loss scale {scale:,g}, then {after:,g}', after == scale / 2
 
     def resumes(self, cls) -> Facts:
         with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +91,10 @@ class Checks:
             _fit(learn).save('check')
             other.load('check')
         pairs = zip(learn.model.parameters(), other.model.parameters())
-        yield 'weights as saved', all(torch.equal(p, q) for p, q in pairs), True
-        if cls.scales_loss: yield 'loss scale', other.mixed_precision.scale, learn.mixed_precision.scale
+        yield 'weights as saved', all(torch.equal(p, q) for p, q in pairs)
+        if cls.scales_loss:
+            before, after = (l.mixed_precision.scale for l in (learn, other))
+            yield f'loss scale {before:,g}, then {after:,g}', before == after
         _fit(other)
 
     def recovers(self, cls) -> Facts:
@@ -100,8 +102,8 @@ class Checks:
         def interrupt(*args): raise InterruptedError
         hook = learn.model.register_forward_hook(interrupt)
         with suppress(InterruptedError): _fit(learn)
-        yield 'autocast and gradient mode restored', _state(self.device) == self.state, True
-        yield 'weights in fp32', {p.dtype for p in learn.model.parameters()} == {torch.float32}, True
+        yield 'autocast and gradient mode restored', _state(self.device) == self.state
+        yield 'weights in fp32', {p.dtype for p in learn.model.parameters()} == {torch.float32}
         hook.remove()
         _fit(learn)
 
@@ -113,15 +115,6 @@ def _fit(learn, n=1) -> Learner:
 
 def _state(device):
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), torch.is_grad_enabled()
-
-
-def _text(fact):
-    about, found, right = fact
-    if right is True: return about if found else f'NOT {about}'
-    return f'{about} {found}' if found == right else f'{about} {found} INSTEAD OF {right}'
-
-
-def _name_of(dtype): return str(dtype).removeprefix('torch.')
 
 
 def _has_fused(device):
@@ -150,11 +143,11 @@ def check(device: torch.device) -> Iterator[Result]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter('always')
                 try: facts = [*run(cls)]
-                except Exception as e: facts = [(type(e).__name__ + ':', first_line(e), 'no error')]
-            passed = all(found == right for _, found, right in facts)
-            said = [str(w.message) for w in caught if 'failed' in str(w.message)]
-            seen = ', '.join([*map(_text, facts), *said])
-            yield Result(cls.name, what, passed, ' '.join(seen.split()))
+                except Exception as e: facts = [(f'{type(e).__name__}: {first_line(e)}', False)]
+            seen = [text if is_right else f'WRONG: {text}' for text, is_right in facts]
+            seen += [str(w.message) for w in caught if 'failed' in str(w.message)]
+            passed = all(is_right for _, is_right in facts)
+            yield Result(cls.name, what, passed, ' '.join(', '.join(seen).split()))
 
 
 def _name(device) -> str:

@@ -1,24 +1,16 @@
 "`precision_support`: which precisions the devices of this machine run natively, emulated, or not at all."
-from contextlib import suppress
 from itertools import product
-from typing import Any
 
 import pandas as pd
 import torch
 
 from ..devices import facts
-from ..messages import check_argument
 from ..precisions import PRECISIONS
 
 
 class _Table(pd.DataFrame):
     "A table that prints all of its columns, however narrow the terminal is."
     def __repr__(self) -> str: return self.to_string(index=False)
-
-
-def _is_known(device: Any) -> bool:
-    with suppress(RuntimeError): return bool(torch.device(device))
-    return False
 
 
 def precision_support(
@@ -29,11 +21,11 @@ def precision_support(
     `support` is 'native', 'emulated' (it works, but usually slower than fp32) or 'unsupported'; `why` is the reason.
     Raises `ValueError` for a device that PyTorch does not know.
     """
-    devices = facts.all_devices()
-    if device is not None:
-        names = ', '.join(map(str, devices))
-        check_argument('device', device, _is_known, f'a device that PyTorch knows; this machine has {names}')
-        devices = [torch.device(device)]
+    try: devices = facts.all_devices() if device is None else [torch.device(device)]
+    except (RuntimeError, TypeError) as e:
+        here = ', '.join(map(str, facts.all_devices()))
+        raise ValueError(f'device={device!r} cannot be used: it must be a device that PyTorch knows; this machine has '
+                         f'{here}.') from e
     precisions = [cls for cls in PRECISIONS.values() if cls.in_tables]
     pairs = product(devices, precisions)
     rows = [(str(on), cls.name, *cls.support(on)) for on, cls in pairs]
