@@ -28,7 +28,7 @@ _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a ta
 
 def precision_report(
     model: nn.Module, # 16-bit weights and inputs count as fp32
-    batches: Iterable, # Tuples of inputs and a target, or dicts of the model's arguments
+    batches: Iterable = (), # Tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the output and the target; None for dicts
     *,
     n_batches: int = 1, # As in `Learner.precision_report`
@@ -42,8 +42,8 @@ def precision_report(
     Raises `TypeError` for other batches, and `ValueError` if there are none, if the output has no loss, or for another
     model.
     """
-    check_argument('model', model, lambda m: isinstance(m, nn.Module), 'a torch.nn.Module; a Learner has a method of '
-                   'this name')
+    check_argument('model', model, lambda m: isinstance(m, nn.Module),
+                   'a torch.nn.Module. With a Learner, call `learn.precision_report()`')
     check_argument('batches', batches, lambda b: isinstance(b, Iterable), 'an iterable, such as a DataLoader or a list')
     check_integer(1, n_batches=n_batches)
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
@@ -51,25 +51,26 @@ def precision_report(
     if isinstance(loss_func, type):
         raise TypeError(f'loss_func={loss_func.__name__} cannot be used: pass an object, `{loss_func.__name__}()`.')
     by_name = loss_func is None
-    allowed = _DICTS if by_name else _TUPLES
-    for i, batch in enumerate(drawn):
-        is_sequence = isinstance(batch, (tuple, list))
-        is_allowed = isinstance(batch, Mapping) if by_name else is_sequence and len(batch) > 1
-        size = f' of {len(batch)}' if is_sequence else ''
-        if not is_allowed: raise TypeError(f'batches: batch {i} is a {type(batch).__name__}{size}. {allowed}')
-    if by_name: loss_func, drawn = _loss, [(dict(b), ()) for b in drawn]
-    else: drawn = [*map(tuple, drawn)]                           # named tuples as well
-    drawn = map_tensors(half_to_float, drawn)
+    drawn = map_tensors(half_to_float, [_checked(batch, i, by_name) for i, batch in enumerate(drawn)])
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
     def inputs(module, args, kwargs): return ((), args[0]) if by_name else None
     # First, as hooks of the model read its arguments by name; a copy has it as well.
     with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True):
-        report = Learner(dls, model, loss_func).precision_report(dl=drawn, n_batches=n_batches, **kwargs)
+        learn = Learner(dls, model, _loss if by_name else loss_func)
+        report = learn.precision_report(dl=drawn, n_batches=n_batches, **kwargs)
     for verdict in report.verdicts.values():
         for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call)
         verdict.call = verdict.call.removesuffix(', ')
     return report
+
+
+def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs and a target
+    if by_name and isinstance(batch, Mapping): return dict(batch), ()
+    size = len(batch) if isinstance(batch, (tuple, list)) else 0
+    if not by_name and size > 1: return tuple(batch)             # of a named tuple as well
+    what = type(batch).__name__ + (f' of {size}' if size else '')
+    raise TypeError(f'batches: batch {i} is a {what}. {_DICTS if by_name else _TUPLES}')
 
 
 def _loss(output, _):

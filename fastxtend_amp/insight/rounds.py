@@ -58,18 +58,16 @@ class Rounds:
     def compare(self, rows: dict[str, Call]) -> None: # fp32 first
         "Train in all rows."
         if len(rows) == 1: self.n_steps = 1                      # there is nothing to compare fp32 with
-        with (random_state_kept(), progress_bar(self.learn, self.left) as self.tick, ExitStack() as copies):
+        with (random_state_kept(), progress_bar(self.learn, self.left) as self.tick, ExitStack() as self.copies):
             self.batches = self._batches()
             self.trials = {name: Trial(self.learn, name, call) for name, call in rows.items()}
             for trial in self.staying:
-                with random_state_kept(), trial.error_recorded(): self._begin(trial, copies)
+                with random_state_kept(), trial.error_recorded(): trial.begin(self)
             self.train()
             for trial in self.staying: trial.measure_end()
-            copies.close()
+            self.copies.close()
             for seed in range(1, 1 + self.n_seeds):
                 if self.left > self.n_compared * self.base.pace: self._train_with(seed)
-
-    def _begin(self, trial, copies): trial.begin(copies, self.batches, self.n_steps, self.lr)
 
     def _batches(self):
         "Return a batch for each step, as far as time and memory reach."
@@ -106,9 +104,9 @@ class Rounds:
         trial = Trial(self.learn, 'fp32', self.base.call)
         n_first = self.n_compared - last_fifth(self.n_compared)
         first = random.Random(seed).sample(range(n_first), n_first)
-        with ExitStack() as copies:
-            self._begin(trial, copies)
-            trial.train([*first, *range(n_first, self.n_compared)])
+        trial.begin(self)
+        trial.train([*first, *range(n_first, self.n_compared)])
+        self.copies.close()
         self.seeds.append(trial)
 
     # -- who is still in the rounds

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,14 +61,12 @@ class Trial:
     # -- training
 
     def begin(self,
-        copies: ExitStack, # Frees the copy
-        batches: Sequence, # To train on, again from the first one when they are over
-        n_steps: int,
-        lr: float | slice | None, # The learner's own if None
+        rounds: Any, # The `Rounds` that have batches and learning rate, and free the copy
     ) -> None:
         "Make a copy of the learner, make the call on it, and begin its fit."
-        self.copy, self.batches = copies.enter_context(copied_learner(self.learn, self.call, optimizer=True)), batches
-        begin_fit(self.copy, n_steps, lr)
+        self.copy = rounds.copies.enter_context(copied_learner(self.learn, self.call, optimizer=True))
+        self.batches = rounds.batches                            # again from the first one when they are over
+        begin_fit(self.copy, rounds.n_steps, rounds.lr)
         self.random_state = random_state()                       # of the copy, between its rounds
 
     def train(self, steps: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from fastxtend_amp import precision_report
 from helpers import dataset, errors_of, linear, loaders, mlp
 
 WRONG = {
-    'a learner': lambda: precision_report('a learner', [], F.mse_loss),
+    'a learner': lambda: precision_report('a learner'),
     'no batch': lambda: precision_report(linear(), [], F.mse_loss),
     'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
     'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),
