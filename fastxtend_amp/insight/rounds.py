@@ -4,6 +4,7 @@
 """
 import math, random, time
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
@@ -27,6 +28,7 @@ _FEWEST = 7                     # rounds at least, into which `n_steps` are divi
 _LONGEST = .1                   # seconds of a round in fp32; longer ones are divided
 
 
+@dataclass
 class Rounds:
     """Trials side by side: in fp32 and in other rows.
 
@@ -34,25 +36,24 @@ class Rounds:
         go on as long as one of them may be the fastest
         train fp32 with other seeds
     """
-    def __init__(self,
-        learn: Learner, # Only copies of it are trained
-        method: str, # The method that was called, for messages
-        max_seconds: float, # From now on
-        n_steps: int = N_STEPS,
-        n_seeds: int = N_SEEDS,
-        lr: float | slice | None = None, # The learner's own if None
-    ):
-        check_above_0(max_seconds=max_seconds)
-        check_integer(1, n_steps=n_steps)
-        check_integer(0, n_seeds=n_seeds)
-        if lr is not None: check_above_0(lr=lr.stop if isinstance(lr, slice) else lr)
-        self.max_seconds = min(max_seconds, 1e9)                 # `math.inf`: no limit
+    learn: Learner # Only copies of it are trained
+    method: str # The method that was called, for messages
+    max_seconds: float # From now on
+    n_steps: int = N_STEPS
+    n_seeds: int = N_SEEDS
+    lr: float | slice | None = None # The learner's own if None
+
+    def __post_init__(self):
+        check_above_0(max_seconds=self.max_seconds)
+        check_integer(1, n_steps=self.n_steps)
+        check_integer(0, n_seeds=self.n_seeds)
+        if self.lr is not None: check_above_0(lr=getattr(self.lr, 'stop', self.lr))
+        self.max_seconds = min(self.max_seconds, 1e9)            # `math.inf`: no limit
         self.end = time.monotonic() + self.max_seconds
-        check_learner(learn, method)
-        if lazy := [name for name, p in learn.model.named_parameters() if is_lazy(p)]:
-            raise ValueError(f"{method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
+        check_learner(self.learn, self.method)
+        if lazy := [name for name, p in self.learn.model.named_parameters() if is_lazy(p)]:
+            raise ValueError(f"{self.method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
                              'batch.\nRun one: `learn.model(learn.dls.one_batch()[0])`.')
-        self.learn, self.method, self.n_steps, self.n_seeds, self.lr = learn, method, n_steps, n_seeds, lr
         self.seeds = list[Trial]()                               # fp32 with other seeds
 
     def compare(self, rows: dict[str, Call]) -> None: # fp32 first

@@ -25,7 +25,6 @@ from states import ASK, Act, Costs, Gives, InStep, Unpacks, bits, fills, rich, s
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
 NAN = math.nan
-SPEED = ['speed-up low', 'speed-up', 'speed-up high']
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +288,7 @@ def table_of(**rows):
 
 
 def speeds(*values):
-    return dict(zip(SPEED, values))
+    return dict(zip(['speed-up low', 'speed-up', 'speed-up high'], values))
 
 
 ROWS = [
@@ -357,9 +356,7 @@ def test_text_and_plot(expected):
     always_1 = lambda p, y: 1 + p.mean() - p.mean().detach()  # on any machine, and yet it has a gradient
     learn = learner(Breaks(fills), loss_func=always_1, cbs=Costs(dict(bf16=12.34, half_weights=0.1)))
     r = learn.compare_precision([*LOW, 'half_weights'], n_steps=8)
-    html = r._repr_html_()
     assert f'{r!r}\n' == expected('comparison')
-    assert '<table' in html and '<code>learn.to_bf16()</code>' in html
     with pytest.raises(ValueError, match=r"precision='tf32' cannot be used: .* one of \['fp32', 'bf16', 'fp16'"):
         r.apply(learn, 'tf32')
     curves, bars = r.plot()
