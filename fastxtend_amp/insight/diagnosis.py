@@ -82,10 +82,11 @@ def diagnose(
     if several_processes():
         return Diagnosis('Call `learn.precision_report()` in one process, before the model is distributed',
                          'in distributed runs the batch is not run again')
-    try: return _run_again(learn, alarm, bad)
+    try: found = _run_again(learn, alarm, bad)
     except Exception as e:
         if alarm.what == ODD: return None
         return Diagnosis('The batch could not be run again', f'{type(e).__name__}: {str(e).rstrip(".")}')
+    return found and found._replace(cause=f'Re-running that batch with the same random numbers: {found.cause}')
 
 
 def _run_again(
@@ -94,15 +95,12 @@ def _run_again(
     bad, # What is not finite in the batch itself
 ):
     "Run the batch forward and backward, in fp32 and in the precision."
-    def diagnosis(advice, cause, remedy=None):
-        return Diagnosis(advice, f'Re-running that batch with the same random numbers: {cause}', remedy)
-
     cb, kind = precision_callback(learn), alarm.kind
     sample = Sample(learn, [alarm.batch], alarm.random_state)
     if sample.wrong:
-        return diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
+        return Diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
-        return diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
+        return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Remedy(Precision))
     largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
     if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return None
@@ -111,16 +109,16 @@ def _run_again(
     if not verdict.call:
         failed = [kind.name, *(made.precision for made in cb.fixes)]
         remedy = Remedy(fastest_native(cb.fit.device, failed))
-        return diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, remedy)
+        return Diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, remedy)
     remedy = Remedy(kind, verdict.modules, verdict.init_scale)
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))
-        return diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, remedy)
+        return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, remedy)
     if alarm.what == ODD: return None
     if judge.scale == alarm.scale:
-        return diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
+        return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time loss and gradients are finite in {kind.name}')
-    return diagnosis(f'Start lower: `{verdict.call}`',
+    return Diagnosis(f'Start lower: `{verdict.call}`',
                      f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
                      f'{judge.scale:,.9g} they do not', remedy)
 

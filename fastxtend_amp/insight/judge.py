@@ -74,7 +74,8 @@ class Judge:
         try: return self._search()
         except OutOfTime as e:
             words, call = e.args
-            return self._verdict('not known', '; '.join([*self.found, words]), call=call)
+            self.found.append(words)
+            return self._verdict('not known', call=call)
 
     def _search(self):
         while not self.sample.wrong:
@@ -96,7 +97,8 @@ class Judge:
             other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
             if not other: return self._conclude(run, scales, init_scale, ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
-        return self._verdict('not known', self.sample.wrong)
+        self.found = [self.sample.wrong]
+        return self._verdict('not known')
 
     def _run(self, keep):
         self.before_run(self.kind.name, 'it was known what helps' if self.runs else 'modules were looked at')
@@ -116,7 +118,8 @@ class Judge:
         "The first run that no error ended; None if there is none."
         return next((run for run in self.runs if not run.error), None)
 
-    def _verdict(self, verdict, reason, **fields):
+    def _verdict(self, verdict, **fields):
+        reason = '; '.join(self.found)
         return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **fields)
 
     # -- something is flagged, or the run failed
@@ -169,11 +172,11 @@ class Judge:
         return names
 
     def _nothing_helps(self, run):
-        if run.error: return self._verdict('cannot run', self.found[0])
-        reason = f'{self.found[0]}, and no module in fp32 changes that'
+        if run.error: return self._verdict('cannot run')
+        self.found[0] += ', and no module in fp32 changes that'
         if self.reasons.keys() - self.modules.keys() or ROOT in self.reasons:
-            reason += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
-        return self._verdict('do not use', reason)
+            self.found[0] += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
+        return self._verdict('do not use')
 
     # -- nothing is flagged any more
 
@@ -204,27 +207,27 @@ class Judge:
 
     def _conclude(self, run, scales, init_scale, ratio):
         "Return the verdict of a run in which nothing is flagged, with what was found on the way."
-        verdict, names = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far', []
+        verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if self.reasons: verdict = 'keep modules in fp32'
-        if ratio >= _FAR:
-            verdict = 'gradient differs'
-            names, helps = self._nearer(run, init_scale)
-            self.found.append(f'with {helps} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some '
-                              'such models train as well as in fp32')
-        modules = [*self.keep, *names]
-        call = str(advised(self.learn, self.kind, modules, init_scale))
-        if ratio >= _FAR and not names: call = f"learn.compare_precision('{self.kind.name}')"
-        return self._verdict(verdict, '; '.join(self.found), call=call, modules=modules, scale_range=scales,
-                             init_scale=init_scale, error=prediction_error(run))
+        helps = True
+        if ratio >= _FAR: verdict, helps = 'gradient differs', self._nearer(run, init_scale)
+        call = str(advised(self.learn, self.kind, self.keep, init_scale))
+        if not helps: call = f"learn.compare_precision('{self.kind.name}')"
+        return self._verdict(verdict, call=call, modules=self.keep, scale_range=scales, init_scale=init_scale,
+                             error=prediction_error(run))
 
     def _nearer(self, run, init_scale):
-        "Return the modules that in fp32 bring the mean gradient near to that in fp32, and words for them."
+        "Keep modules that in fp32 bring the mean gradient near to that in fp32; return whether there are some."
         def helps(names): return self._distance([*self.keep, *names], init_scale).ratio < _NEAR
         tried = self._can_be_tried(run)
         names = smallest(tried, helps)
-        if len(names) > 1 and names == tried: return [], 'only all modules'
-        self.reasons |= dict.fromkeys(names, '')                 # they are flagged; `_conclude` says why
-        return names, some(map(named, names)) or 'no module that was tried'
+        words = some(map(named, names)) or 'no module that was tried'
+        if len(names) > 1 and names == tried: names, words = [], 'only all modules'
+        self.found.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some such '
+                          'models train as well as in fp32')
+        self.reasons |= dict.fromkeys(names, '')                 # they are flagged as well
+        self.keep += names
+        return bool(names)
 
 
 def smallest(names: list[str], helps: Callable) -> list[str]:
