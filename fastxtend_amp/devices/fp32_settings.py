@@ -32,12 +32,12 @@ def fp32_settings(
     """Set how precisely fp32 tensors are multiplied, in the whole process, and restore it at the end.
 
     Inside, PyTorch's older names, `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError`
-    when they are read; `TF32_SETTINGS` keeps `allow_tf32` readable, which PyTorch's compiler reads.
+    when they are read; `TF32_SETTINGS` keeps `allow_tf32` readable.
     """
     backends: list[Any] = [cuda.matmul, cudnn]
     before, without_tf32 = _values(), [*filter(_forbids_tf32, backends)]
     try:
-        # First, as it also writes `fp32_precision`.
+        # PyTorch's compiler reads `allow_tf32`. It is set first, as it also writes `fp32_precision`.
         for backend in without_tf32: backend.allow_tf32 = wanted == TF32_SETTINGS
         _set({**before, **wanted})
         yield
