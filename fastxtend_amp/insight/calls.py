@@ -41,7 +41,7 @@ class Call:
         """
         if of is Precision: return cls(Precision())
         own, cb = own_precision(learn), precision_callback(learn)
-        new = own if own.origin is of else of()
+        new = own if type(own) is of else of()
         for name, value in own.changed.items():
             if name not in new.arguments: continue
             if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
@@ -49,7 +49,7 @@ class Call:
         changes: dict[str, Any] = {}
         names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
         if names: changes['fp32_modules'] = names
-        if init_scale and new.kind.scales_loss and 'enabled' not in new.changed:
+        if init_scale and new.scales_loss and 'enabled' not in new.changed:
             is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
             changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
             if 'scaler' in new.changed: changes['scaler'] = None # which has its own scale
@@ -98,7 +98,7 @@ def advised(
 ) -> Call: # In the class of the learner's own precision, if that computes in `kind`
     "Return the call that trains in this precision, with what a report advises."
     own = own_precision(learn)
-    return Call.from_own(learn, own.origin if own.kind is kind else kind, *advice)
+    return Call.from_own(learn, type(own) if own.kind is kind else kind, *advice)
 
 
 # -- the calls that are compared

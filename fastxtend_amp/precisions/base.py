@@ -85,7 +85,6 @@ class Precision:
     in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
-    origin: type[Precision] # The class that was called: `HalfWeights` makes objects of other classes
     arguments: dict[str, Any] # Of its constructor, by name, defaults included
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
@@ -107,7 +106,7 @@ class Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
         arguments = {name: unshared(value) for name, value in given.items()}
-        vars(self).update(origin=cls, name=cls.name, arguments=arguments)      # a frozen dataclass as well
+        vars(self)['arguments'] = arguments                      # of a frozen dataclass as well
         return self
 
     def __init__(self,
@@ -119,22 +118,22 @@ class Precision:
     @property
     def changed(self) -> dict[str, Any]:
         "The arguments that differ from their defaults, by name."
-        defaults = defaults_of(self.origin)
+        defaults = defaults_of(type(self))
         return {name: value for name, value in self.arguments.items() if value != defaults.get(name)}
 
     def like(self, **changes: Any) -> Precision:
         "Return a new precision with these arguments changed."
-        return self.origin(**{**self.arguments, **changes})
+        return type(self)(**{**self.arguments, **changes})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Precision) and self.origin is other.origin and self.arguments == other.arguments
-    def __hash__(self) -> int: return hash(self.origin)
+        return type(self) is type(other) and self.arguments == other.arguments
+    def __hash__(self) -> int: return hash(type(self))
 
     def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
 
     @property
     def kind(self) -> type[Precision]:
-        "The precision that the model computes in; `Precision` itself for fp32."
+        "The precision that reports judge and messages name; 16-bit weights compute as another one does."
         return type(self)
 
     # -- devices

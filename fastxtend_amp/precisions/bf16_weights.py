@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,40 +11,20 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..learners import inner_optimizer, is_sharded, optimizer_name, optimizer_params
-from .bf16 import BF16
 from .matching import covers, qualified_names
 
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
          nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class BF16Weights(BF16):
-    "bf16 autocast whose linear and convolutional layers have bf16 weights during a fit; see `HalfWeights`."
-    kind = BF16
-    lowered: Any = None                                          # the weights, in a fit
-
-    def prepare(self, learn: Learner) -> None: pass              # 16-bit weights stay what they are
-
-    def check_training(self, learn: Learner) -> None: _check(learn.model, learn.opt)
-
-    def around_training(self, learn: Learner) -> list[Any]:
-        allowed = _weights_to_lower(learn.model, self.kept_in_fp32(learn.model))
-        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
-        self.lowered = _Lowered(inner_optimizer(learn.opt), dict.fromkeys(params))
-        return [self.lowered]
-
-    def step(self, learn: Learner, step: Callable[[], object]) -> None:
-        step()
-        self.lowered.after_step()
-
-
-def _check(model: nn.Module, opt: Any) -> None: # The learner's
+def check_bf16_weights(learn: Learner) -> None:
     "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
-    ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
-    if ddp or is_sharded(model):
+    ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in learn.model.modules())
+    if ddp or is_sharded(learn.model):
         raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
                          "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
                          "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
+    opt: Any = learn.opt
     inner = getattr(opt, 'opt', None)                            # of optimi or torchao
     groups = getattr(inner, 'param_groups', [{}])
     has_summation = all(group.get('kahan_sum', False) is not False for group in groups)
@@ -68,18 +48,29 @@ def _weights_to_lower(
             and uses[p] == 1 and p.dtype is torch.float32}
 
 
-class _Lowered:
+class BF16Weights:
     """Context in which parameters, their gradients and the optimizer's state are bf16; afterwards they are fp32.
 
-    The exact weight is the bf16 parameter plus what rounding took. Before the first step that is kept in `rest`, so a
-    fit without a step changes nothing, but a file saved before it lacks this part. From the first step on the optimizer
-    keeps it, as its Kahan compensation. A copy made during a fit is in fp32.
-    """
-    def __init__(self, opt: Any, rest: dict[nn.Parameter, torch.Tensor | None]): # torch's; what rounding took
-        self.opt, self.rest = opt, rest
+    The exact weight is the parameter plus what rounding took from it:
 
-    def __deepcopy__(self, memo: dict) -> _Lowered:
-        new = _Lowered(*copy.deepcopy((self.opt, self.rest), memo))
+        before the first step   `rest` has it, so a fit without a step changes nothing; a file saved then lacks it
+        from then on            the optimizer has it, as `kahan_comp`
+        after the fit           the parameter has it, as far as fp32 holds it
+
+    A copy made during a fit is in fp32.
+    """
+    def __init__(self,
+        learn: Learner,
+        in_fp32: Collection[str], # Names of the modules that are kept in fp32
+    ):
+        allowed = _weights_to_lower(learn.model, in_fp32)
+        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
+        self.opt = inner_optimizer(learn.opt)
+        self.rest: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(params)
+
+    def __deepcopy__(self, memo: dict) -> BF16Weights:
+        new = object.__new__(BF16Weights)
+        new.opt, new.rest = copy.deepcopy((self.opt, self.rest), memo)
         new.__exit__()
         return new
 

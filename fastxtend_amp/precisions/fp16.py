@@ -116,7 +116,7 @@ class FP16(Precision):
         scale = state['scale']
         if self.is_fixed or not self.first_state:
             if scale != self.first_scale:
-                warn_user(f'The loaded loss scale of {scale:,.9g} is not used: `{self}` sets its own.')
+                warn_user(f'The loaded loss scale of {scale:,.9g} is not used: it is fixed at {self.first_scale:,.9g}.')
             return
         if scale < FP16_SMALLEST: scale = self.first_scale
         tracker = min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)

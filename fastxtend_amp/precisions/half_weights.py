@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +16,12 @@ from ..learners import is_sharded, optimizer_name, optimizer_rules
 from ..messages import check_bool
 from .base import AMPMode, Precision, find_precision, written
 from .bf16 import BF16
-from .bf16_weights import BF16Weights
+from .bf16_weights import BF16Weights, check_bf16_weights
 from .fp16 import FP16
+
+# What is answered by the precision that autocast computes in.
+_OF_AUTOCAST = ('dtype', 'support', 'scales_loss', 'first_scale', 'scaler', 'state_key', 'state_dict',
+                'load_state_dict')
 
 
 class HalfWeights(Precision):
@@ -37,6 +41,8 @@ class HalfWeights(Precision):
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
     """
     name, color, in_tables = 'half_weights', '#17a2a2', False
+    bf16_weights: Any = None                                     # in a fit without master weights
+
     def __init__(self,
         amp_mode: str | AMPMode | torch.dtype = 'bf16', # Precision of the weights: 'bf16' or 'fp16'
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling (fp16)
@@ -45,19 +51,37 @@ class HalfWeights(Precision):
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         check_bool(flat_master=flat_master, master_weights=master_weights)
-        cls: Any = find_precision(amp_mode)
+        super().__init__(fp32_modules)
+        cls = find_precision(amp_mode)
         if cls not in (BF16, FP16):
             raise ValueError(f"amp_mode={amp_mode!r} cannot be used: weights are 'bf16' or 'fp16'.\n"
                              f'Without 16-bit weights call `learn.to_{cls.name}()`.')
         if (cls is BF16 and loss_scale is not None) or (not master_weights and (flat_master or cls is FP16)):
             raise ValueError(f"{written(self.changed)} cannot be used: loss_scale needs amp_mode='fp16', as bf16 "
                              "needs no loss scaling; flat_master and amp_mode='fp16' need master weights.")
-        scaling = {'loss_scale': loss_scale} if cls is FP16 else {}
-        if not master_weights: cls = BF16Weights
-        # The object becomes one of the class that it computes in. Its name and arguments stay.
-        self.__class__ = cls
-        cls.__init__(self, fp32_modules=fp32_modules, **scaling)
-        if flat_master: vars(self).update(check_training=_check_flat, step=_flat_step)
+        self.flat_master, self.master_weights = flat_master, master_weights
+        self.autocast = FP16(loss_scale=loss_scale) if cls is FP16 else BF16()
+        for name in _OF_AUTOCAST: setattr(self, name, getattr(self.autocast, name))
+
+    @property
+    def kind(self) -> type[Precision]: return type(self.autocast)
+
+    def prepare(self, learn: Learner) -> None:
+        if self.master_weights: super().prepare(learn)           # otherwise 16-bit weights stay what they are
+
+    def check_training(self, learn: Learner) -> None:
+        if self.flat_master: _check_flat(learn)
+        if not self.master_weights: check_bf16_weights(learn)
+
+    def around_training(self, learn: Learner) -> list[Any]:
+        if self.master_weights: return []
+        self.bf16_weights = BF16Weights(learn, self.kept_in_fp32(learn.model))
+        return [self.bf16_weights]
+
+    def step(self, learn: Learner, step: Callable[[], object]) -> None:
+        if self.flat_master: _flat_step(learn, step)
+        else: step()
+        if self.bf16_weights: self.bf16_weights.after_step()
 
 
 # -- flat master weights
@@ -114,11 +138,9 @@ def _joined(rows: list[Any]) -> tuple:
 def _copy_back(row: tuple, rows: list[Any]) -> None:
     "Copy parameter, gradient and state of a joined row to those that it stands for."
     (flat, _, state, _), (params, _, states, _) = row, zip(*rows)
-    sizes = [p.numel() for p in params]
     def parts(t: Any) -> list:
-        return [part.view_as(p) for part, p in zip(t.split(sizes), params)]
+        return [part.view_as(p) for part, p in zip(t.split([p.numel() for p in params]), params)]
     torch._foreach_copy_([p.data for p in params], parts(flat.data))
     torch._foreach_copy_([p.grad for p in params], parts(flat.grad))
     for name, x in state.items():
-        values = parts(x) if torch.is_tensor(x) else [x] * len(rows)
-        for s, value in zip(states, values): s[name] = value
+        for s, value in zip(states, parts(x) if torch.is_tensor(x) else repeat(x)): s[name] = value

@@ -72,7 +72,7 @@ class MixedPrecision(fp16.MixedPrecision):
     ):
         if isinstance(amp_mode, Precision):
             if args or kwargs:
-                name = amp_mode.origin.__name__
+                name = type(amp_mode).__name__
                 raise TypeError(f'{name} is constructed already: pass its arguments to `{name}(...)`.')
             self.precision = amp_mode.like()                     # its loss scale is this callback's own
         else: self.precision = find_precision(amp_mode)(*args, **kwargs)
