@@ -102,7 +102,8 @@ class Precision:
         PRECISIONS[cls.name] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
-        for name in kwargs.keys() & PRECISIONS: raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
+        for name in kwargs.keys() & PRECISIONS:                  # as in `to_amp(fp8=True)`
+            raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         self, defaults = super().__new__(cls), defaults_of(cls)
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
         arguments = {name: unshared(value) for name, value in given.items()}

@@ -15,31 +15,18 @@ from helpers import At, is_outside_a_fit, learner, linear, loaders, mlp, opt_sta
 from training.rows import BF16, FP32, OPTS, differences, end_state, third_batch, wide
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*emulated.*', 'ignore:.*16-bit.*')
-OWN = {**OPTS, 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'plain sgd': SGD}
-OWN.update({'rms_prop': partial(RMSProp, mom=0.9), 'radam': RAdam, 'qhadam': QHAdam})
+OWN = {**OPTS, 'l2': partial(SGD, mom=0.9, decouple_wd=False), 'rms_prop': partial(RMSProp, mom=0.9)}
+OWN |= {'plain sgd': SGD, 'radam': RAdam, 'qhadam': QHAdam}
 FLAT, NONE = dict(flat_master=True), dict(master_weights=False)
 
 
-def two_groups(m):
-    return [[*m[:2].parameters()], [*m[2:].parameters()]]
-
-
-def without(model=None, **kwargs):
-    "A learner without master weights."
-    return learner(model, **{'opt_func': OWN['kahan'], 'wd': 0.1, **kwargs}).to_half_weights(**NONE)
-
-
-def after(learn, n=1):
-    learn.fit(n, 0.01)
+def after(learn):
+    learn.fit(1, 0.01)
     return learn
 
 
 def alike(a, b):
     return differences(end_state(a), end_state(b)) == []
-
-
-def is_fp32(learn):
-    return all(p.dtype is FP32 and p.isfinite().all() for p in learn.model.parameters())
 
 
 # -- with master weights, flat; tests/training/rows.py has them in other loops
@@ -62,8 +49,9 @@ def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
     def run(to, **arguments):
         model = nn.Sequential(*mlp(), nn.Linear(1, 1))
         model[0].weight.data = model[0].weight.data.t().contiguous().t()  # in another order in memory
-        given = dict(opt_func=OWN[opt], wd=0.1, splitter=two_groups, cls=InStep)
-        learn = getattr(learner(model, **given), to)(**arguments)
+        groups = lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]]
+        learn = learner(model, opt_func=OWN[opt], wd=0.1, splitter=groups, cls=InStep)
+        getattr(learn, to)(**arguments)
         with pytest.raises(AssertionError):
             after(learn)
         learn.fails, state = False, opt_state(learn.opt)
@@ -85,12 +73,12 @@ GIVEN, LOWERED = ['0.weight', '0.bias'], ['1.bias', '2.bias', '5.weight', '5.bia
 def zoo():
     "A layer that is 16-bit by the user, one with the weight of an embedding, a pruned one, one to freeze, others."
     torch.manual_seed(0)
-    own, tied, pruned, frozen = nn.Linear(6, 6).bfloat16(), nn.Linear(6, 16), nn.Linear(16, 6), nn.Linear(6, 6)
+    own, tied, pruned = nn.Linear(6, 6).bfloat16(), nn.Linear(6, 16), nn.Linear(16, 6)
     tied.embedding = nn.Embedding(16, 6)
     tied.embedding.weight = tied.weight
     prune.l1_unstructured(pruned, 'weight', 0.5)
     conv = nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1), nn.Flatten()
-    return nn.Sequential(own, tied, pruned, frozen, *conv, nn.BatchNorm1d(6), nn.Linear(6, 1))
+    return nn.Sequential(own, tied, pruned, nn.Linear(6, 6), *conv, nn.BatchNorm1d(6), nn.Linear(6, 1))
 
 
 def halves(learn):
@@ -110,7 +98,7 @@ def test_which_weights_are_bf16_in_a_fit(opt):
     "Gradients and state included, except torchao's count; afterwards all are fp32, except the user's own 16-bit ones."
     seen, look = [], lambda l: seen.append(halves(l))
     cbs = [At('after_step', look, 11), At('after_validate', look, 11), GradientAccumulation(13)]
-    learn = without(zoo(), opt_func=opt, cbs=cbs).to_half_weights(**NONE, fp32_modules='8')
+    learn = learner(zoo(), opt_func=opt, wd=0.1, cbs=cbs).to_half_weights(**NONE, fp32_modules='8')
     learn.create_opt()
     learn.model[3].requires_grad_(False)
     before, count = [*learn.model.parameters()], torch.tensor(257.0)  # 256 in bf16
@@ -141,13 +129,16 @@ def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
 @pytest.mark.parametrize('n, model', [(24, mlp), (4, mlp), (8, wide)])  # 4: a file is saved right after the first step
 def test_files_and_copies_made_in_a_fit(n, model, tmp_path):
     "A file resumes exactly; a copy has exact fp32 weights."
-    copies, (straight, resumed) = [], (without(model(), dls=loaders(n), path=tmp_path) for _ in range(2))
+    make = lambda: learner(model(), opt_func=OWN['kahan'], wd=0.1, dls=loaders(n), path=tmp_path)
+    copies, straight, resumed = [], make().to_half_weights(**NONE), make().to_half_weights(**NONE)
     keep = lambda l: (l.save(str(l.epoch)), copies.append(copy.deepcopy(l)))
     straight.fit(3, 0.01, cbs=At('after_epoch', keep, 70))
     resumed.load('0').fit(2, 0.01)
     twin = copies[-1].remove_cb(At)
     assert alike(straight, resumed) and same(params(twin), params(straight))
-    assert twin.model(torch.ones(2, 6)).dtype is FP32 and is_fp32(after(twin)) and is_fp32(after(twin.to_fp32()))
+    assert twin.model(torch.ones(2, 6)).dtype is FP32
+    after(twin).to_fp32()
+    assert all(p.dtype is FP32 and p.isfinite().all() for p in after(twin).model.parameters())
 
 
 @pytest.mark.parametrize('event, with_opt', [('after_epoch', True), ('after_batch', False)])
@@ -160,8 +151,7 @@ def test_a_file_loaded_in_a_fit_is_loaded_exactly(event, with_opt, tmp_path):
         [p.mul_(300.0) for p in learn.model.parameters()]  # with a large compensation
     load = lambda l: (event == 'after_epoch' or third_batch(l)) and l.load('best', with_opt=with_opt)
     learn.to_half_weights(**NONE).fit(1, 1e-6, cbs=At(event, load, 80))
-    for p, q in zip(params(learn), params(best)):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-3 * (event == 'after_batch'))
+    torch.testing.assert_close(params(learn), params(best), rtol=0, atol=1e-3 * (event == 'after_batch'))
 
 
 # -- what does not fit; tests/devices/test_distributed.py has models in several processes
@@ -177,7 +167,6 @@ REFUSED = {  # name: arguments, and those of a learner; the errors of `fit` are 
     'flat, lamb': (FLAT, dict(opt_func=Lamb)),
     'flat, own step': (FLAT, dict(opt_func=with_own_step)),
     'flat, in two groups': (FLAT, dict(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
-    'no masters, lookahead': (NONE, dict(opt_func=OPTS['lookahead'])),
     'no masters, without summation': (NONE, dict(opt_func=kahan('AdamW', kahan_sum=False))),
 }
 
