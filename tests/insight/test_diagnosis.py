@@ -17,8 +17,22 @@ from fastxtend_amp import kahan
 from fastxtend_amp.insight import diagnosis
 from fastxtend_amp.insight.watch import FailureWatcher
 from fastxtend_amp.training import callback
-from helpers import OPTIMIZERS, At, Attentive, Data, dataset, learner, linear, loaders, mlp, opt_state
-from helpers import params, same, set_support, told
+from helpers import (
+    OPTIMIZERS,
+    At,
+    Attentive,
+    Data,
+    dataset,
+    learner,
+    linear,
+    loaders,
+    mlp,
+    opt_state,
+    params,
+    same,
+    set_support,
+    told,
+)
 from states import EVALUATIONS, Act, Gives, Times, Unpacks, blurred, lora
 
 
@@ -109,9 +123,6 @@ class Shut(Callback):
 
     def __deepcopy__(self, memo):
         raise RuntimeError('shut')
-
-    def after_step(self):
-        pass
 
 
 def times(factor):
@@ -229,10 +240,11 @@ def test_lr_find_fails_at_the_first_loss_or_diverges():
 def test_validation_and_predictions_that_are_not_finite(name):
     "Each time they are computed, and also if they are finite in training."
     evaluate, learn = EVALUATIONS[name], learner(Attentive()).to_fp16()
-    words = 'fp16: a loss or a prediction in validation is NaN or inf.\nEvaluate in fp32: `with learn.precision_as'
     for _ in range(2):
         (message,) = told(lambda: evaluate(learn), 'in validation')
-        assert message.startswith(words)
+        assert message.startswith(
+            'fp16: a loss or a prediction in validation is NaN or inf.\nEvaluate in fp32: `with learn.precision_as'
+        )
     with pytest.raises(FloatingPointError, match='in validation is NaN or inf'):
         evaluate(learner(Attentive()).to_fp16(on_overflow='raise'))
     for is_silent in (lambda: learn.to_fp16(on_overflow='ignore'), learn.to_bf16, learn.to_fp32):
