@@ -139,7 +139,8 @@ def _copy_back(row: tuple, rows: list[Any]) -> None:
     "Copy parameter, gradient and state of a joined row to those that it stands for."
     (flat, _, state, _), (params, _, states, _) = row, zip(*rows)
     sizes = [p.numel() for p in params]
-    def parts(t: Any) -> list: return [part.view_as(p) for part, p in zip(t.split(sizes), params)]
+    def parts(t: Any) -> list:
+        return [part.view_as(p) for part, p in zip(t.split(sizes), params)]
     torch._foreach_copy_([p.data for p in params], parts(flat.data))
     torch._foreach_copy_([p.grad for p in params], parts(flat.grad))
     for name, x in state.items():
