@@ -65,17 +65,17 @@ def harm(
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
     if run.error: return _failing(run, modules)
-    harmed, precision = {}, run.precision
-    for name, m in run.modules.items():
-        if not (why := _harm_to(m, precision)): continue
-        if m.undone_line:
-            why += (f'. Autocast runs the product in {m.undone_line} in {precision.name}, although its inputs are '
-                    f'`.float()`: {NO_AUTOCAST} before it keeps it in fp32')
-        harmed[name] = why
-    return harmed
+    faults = {name: _fault(m, run.precision) for name, m in run.modules.items()}
+    return {name: fault + _undone_cast(run.modules[name], run.precision) for name, fault in faults.items() if fault}
 
 
-def _harm_to(m, precision):
+def _undone_cast(m, precision):
+    if not m.undone_line: return ''
+    return (f'. Autocast runs the product in {m.undone_line} in {precision.name}, although its inputs are `.float()`: '
+            f'{NO_AUTOCAST} before it keeps it in fp32')
+
+
+def _fault(m, precision):
     "Describe what 16 bits do to a module; '' for nothing."
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
@@ -153,9 +153,8 @@ def _rows(run, flagged):
     for m in run.modules.values():
         in_fp32, is_flagged = m.reference, m.name in flagged
         if not (in_fp32.largest or is_flagged): continue         # it computes nothing
-        format, largest = name if m.is_half else 'fp32', in_fp32.largest or m.largest
         headroom = limit / m.largest_half if m.largest_half else math.inf
         if m.is_after and m.is_half and not m.failed: headroom = math.nan
-        error, grad = math.inf if m.failed else m.error, in_fp32.grad or math.nan
         underflow = max(m.n_zeros - in_fp32.n_zeros, 0) / max(in_fp32.n_grads, 1)
-        yield name, m.name, m.type, format, largest, headroom, error, grad, underflow, is_flagged
+        yield (name, m.name, m.type, name if m.is_half else 'fp32', in_fp32.largest or m.largest, headroom,
+               math.inf if m.failed else m.error, in_fp32.grad or math.nan, underflow, is_flagged)

@@ -14,7 +14,7 @@ from torch import nn
 from ..compat import TorchDispatchMode, in_function_transform, without_modes
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .records import BACKWARD, LOSS, Frame, ModuleRecord, Operation
+from .records import BACKWARD, LOSS, ModuleCall, ModuleRecord, Operation
 from .values import all_finite, is_plain, readable
 
 
@@ -35,12 +35,12 @@ class Recording(TorchDispatchMode):
         self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
         self.predictions = list[torch.Tensor]()                  # in validation
-        self.unread = dict[str, None]()                          # modules whose values could not be read
+        self.unreadable = dict[str, None]()                      # modules whose values could not be read
 
     @contextmanager
     def of_batch(self, model: nn.Module) -> Iterator[None]:
         "Record a batch of `model` in this context."
-        self.frames = list[Frame]()                              # of the loss function and the running modules
+        self.calls = list[ModuleCall]()                          # of the loss function and the running modules
         self.in_backward, self.failed_in = False, LOSS           # until a module raises
         with ExitStack() as stack:
             for name, m in qualified_names(model):
@@ -51,56 +51,56 @@ class Recording(TorchDispatchMode):
                 stack.enter_context(m.register_forward_hook(self._leave, always_call=True))
             stack.enter_context(self)
             yield
-        if self.frames: self.modules[LOSS] = self.modules.pop(LOSS)              # the last
-        self.frames = []
+        if self.calls: self.modules[LOSS] = self.modules.pop(LOSS)               # the last
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.in_backward or not self.frames: return func(*args, **kwargs)
+        if self.in_backward or not self.calls: return func(*args, **kwargs)
         if in_function_transform():
-            self.unread[self.frames[-1].record.name] = None
+            self.unreadable[self.calls[-1].record.name] = None
             return func(*args, **kwargs)
-        operation = Operation(func, args, kwargs)
-        out = self.frames[-1].run(operation)
-        if operation.traits.writes and not operation.traits.makes_nothing:
-            for caller in self.frames[:-1]: caller.twins.forget(out)             # for them it counts as exact
+        op = Operation(func, args, kwargs)
+        out = self.calls[-1].run(op)
+        if op.traits.writes and not op.traits.makes_nothing:
+            for caller in self.calls[:-1]: caller.twins.forget(out)              # for them it counts as exact
         return out
 
     # -- the forward pass
 
     def _enter(self, name, module, args, kwargs):
         with without_modes():
-            if not self.frames: self._push(LOSS, 'function')     # what runs between model and backward pass
-            if in_function_transform(): self.unread[name] = None
+            if not self.calls: self._push(LOSS, 'function')      # what runs between model and backward pass
+            if in_function_transform(): self.unreadable[name] = None
             elif not self.in_backward:
-                for t in readable((args, kwargs)): self.frames[-1].compare(t)
+                for t in readable((args, kwargs)): self.calls[-1].compare(t)
             self._push(name, type(module).__name__)
 
     def _push(self, name, class_name):
-        empty = ModuleRecord(name, class_name)
-        new = ModuleRecord(name, class_name, self.reference.modules.get(name, empty))
-        self.frames.append(Frame(self.modules.setdefault(name, new), self.precision))
+        reference = self.reference.modules.get(name, ModuleRecord(name, class_name))
+        record = self.modules.setdefault(name, ModuleRecord(name, class_name, reference))
+        self.calls.append(ModuleCall(record, self.precision))
 
     def _leave(self, module, args, output):
         with without_modes():
-            frame = self.frames.pop()
-            name = frame.record.name
+            call = self.calls.pop()
+            name = call.record.name
             # The innermost module that an exception leaves has raised it.
             is_failing = output is None and sys.exc_info()[0] is not None
             if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
-                if out.requires_grad: out.register_hook(partial(self._record_gradient, frame.record))
+                if out.requires_grad: out.register_hook(partial(self._record_gradient, call.record))
             if self.in_backward: return                          # a checkpoint; its first run was recorded
             self.modules[name] = self.modules.pop(name)          # after the modules inside
-            for out in outputs: frame.compare(out)
+            for out in outputs: call.compare(out)
 
     def record_loss(self, loss: torch.Tensor) -> None: # Not scaled yet
         "Record the loss. From here on no operator is recorded."
         self.in_backward, self.failed_in = True, BACKWARD        # until a module raises
         self.losses.append(float(loss.detach().float().mean()))
         if not all_finite(loss): self.not_finite = 'loss'
-        if self.frames: self.frames[0].compare(loss)
+        if self.calls: self.calls[0].compare(loss)
 
     # -- the backward pass
 

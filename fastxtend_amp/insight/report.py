@@ -161,9 +161,9 @@ class _Work:
             if equal := equal_numbers(judge.runs[-1]):
                 yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
         if (own := not_fp32(reference)) and not self.sample.wrong: yield f'The reference is not fp32: {own}.'
-        if reference.unread:
+        if reference.unreadable:
             yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
-                   f'{some(map(named, reference.unread))}.')
+                   f'{some(map(named, reference.unreadable))}.')
         for name, judge in judges:
             if not judge.first_run: continue                     # this precision cannot run
             layers = judge.first_run.precision.rounding(self.learn.model)

@@ -1,4 +1,4 @@
-"Tensors and their values: which can be read, sizes, errors, NaN and inf, rounding, and twins in fp32."
+"Tensors and their values: which can be read, sizes, errors, NaN and inf, rounding, and those that are followed."
 import math
 
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..compat import tree_leaves
-from ..tensors import HALF, half_to_float
+from ..tensors import half_to_float
 
 _MASK_FROM = 1e3        # absolute value from which negative values may be an attention mask
 _MASK_GAP = 64          # least factor between a mask and all other values
@@ -46,8 +46,8 @@ def address(t: torch.Tensor) -> int: # 0 if it has none
 
 def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
     "Return the weights that can be read: of a sharded one the part of this process; not those of lazy modules."
-    made = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
-    local = {name: p.to_local() if hasattr(p, 'to_local') else p for name, p in made}
+    local = {name: p.to_local() if hasattr(p, 'to_local') else p
+             for name, p in model.named_parameters() if not is_lazy(p)}
     return {name: p for name, p in local.items() if is_plain(p)}
 
 
@@ -103,38 +103,31 @@ def as_dtype(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(float(number)).to(dtype))
 
 
-def merged(t: torch.Tensor, dtype: torch.dtype) -> str: # '257 and 258'
-    "Return two different whole numbers in `t` that become equal in `dtype`; '' for what may be an image."
-    if dtype not in HALF or t.dtype in HALF or t.squeeze().ndim > 2: return ''
-    t = t.float()
-    is_whole = (t == t.round()) & (t.abs() < 2**24)              # larger ones may be equal in fp32 already
-    if not is_whole.all(): return ''
-    t = t.unique()
-    pairs = torch.stack([t[:-1], t[1:]], dim=1)
-    equal = pairs[t.to(dtype).diff() == 0].tolist()
-    return f'{equal[0][0]:.9g} and {equal[0][1]:.9g}' if equal else ''
+# -- tensors that are followed from one operator to the next
+
+class Followed(dict):
+    "Tensors by the address of their memory, which views share. As they are kept, no other tensor gets an address."
+    def include(self, ts): return any(address(t) in self for t in ts)
+
+    def add(self, x): self |= {a: t for t in readable(x) if (a := address(t))}
+
+    def forget(self, x):
+        "Drop the tensors in `x`, which were overwritten."
+        for t in readable(x): self.pop(address(t), None)
 
 
-class Twins(dict):
-    "Maps the address of a tensor to the tensor and an fp32 copy of its storage. Views share both."
-    def of(self, t):
-        "Return the twin of `t`; None if it has none."
-        _, memory = self.get(address(t), (t, None))
-        return memory if memory is None else memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
+class Twins(Followed):
+    "Holds each tensor with an fp32 copy of its memory."
     def fp32(self, t):
         "Return the twin of `t`; without one `t` in fp32."
-        twin = self.of(t)
-        return half_to_float(t) if twin is None else twin
+        if not self.include([t]): return half_to_float(t)
+        _, memory = self[address(t)]
+        return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
     def keep(self, t, twin):
         "Keep a twin of `t`, unless `t` has no address."
         if not address(t) or t.shape != twin.shape: return
-        if self.of(t) is None:                                   # a copy of all the memory, for views of it
+        if not self.include([t]):                                # a copy of all the memory, for views of it
             memory = t.new_empty(0).set_(t.untyped_storage())
             self[address(t)] = t, memory.to(twin.dtype, copy=True)
-        self.of(t).copy_(twin)
-
-    def forget(self, x):
-        "Drop the twins of all tensors in `x`, which was overwritten."
-        for t in readable(x): self.pop(address(t), None)
+        self.fp32(t).copy_(twin)

@@ -1,0 +1,129 @@
+"""What the recorder looks for: each observer sees the operators of a module, and notes one thing in its record.
+
+An observer gets the call of the module and an operator that ran. None reads what another one notes.
+"""
+import math, sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..messages import is_users
+from ..tensors import FP16_NORMAL, HALF
+from .values import as_dtype, is_plain, largest_value, n_nan_or_inf, tensors
+
+_WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
+# Operators that only copy values, which are noted where they were computed.
+_COPIES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
+_CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators that may cast whole numbers
+# Operators whose constants are added, are bounds, or become values. In other operators they act before the rounding.
+_CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
+    scalar_tensor""".split())
+
+
+def work(call, op):
+    "Floating-point operations of products, and how many numbers are written."
+    count = op.traits.flops
+    flops = count(*op.args, **op.kwargs, out_val=op.out) if count else 0
+    call.record.work += flops + _WORK_PER_NUMBER * sum(t.numel() for t in tensors(op.out))
+
+
+def size(call, op):
+    "The largest result."
+    if op.name in _COPIES and not op.is_cast: return
+    record = call.record
+    for out, fp32 in op.results:
+        largest = largest_value(fp32)
+        record.largest = max(record.largest, largest)
+        if out.dtype in HALF: record.largest_half, record.is_half = max(record.largest_half, largest), True
+
+
+def failure(call, op):
+    "Whether NaN or inf begins here, as the result in fp32 is finite and more than a mask, or came in."
+    record = call.record
+    for out, fp32 in op.results:
+        if record.reference.failed or not n_nan_or_inf(out): continue
+        if op.is_exact: is_new = op.was_finite
+        else: is_new = largest_value(fp32) > 0 and n_nan_or_inf(out[fp32.isfinite()]) > 0
+        record.failed |= is_new
+        record.is_after |= not is_new
+
+
+def products(call, op):
+    "Products in 16 bits: in the fp32 run, and of inputs that the code casts with `.float()`, which autocast undoes."
+    record, has_half, was_float = call.record, op.has_half, call.floats.include(op.inputs)
+    if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)): call.floats.add(op.out)
+    if not op.traits.flops: return
+    record.has_product = True
+    if has_half and not call.precision.dtype: record.half_line = users_line() or 'in PyTorch'
+    elif has_half and was_float: record.undone_line = users_line() or 'PyTorch'
+
+
+# -- whole numbers that become equal, such as timesteps
+
+def whole_numbers(call, op):
+    "Which whole numbers become equal in 16 bits. What is computed from them is followed to the module's outputs."
+    record = call.record
+    if record.reference.merged: return                           # some do so in fp32 as well
+    cast = tensors(op.args) if op.name in _CASTS else []
+    pairs = (_equal_in(op.out.dtype, t) for t in cast if is_plain(t))
+    found = next(filter(None, pairs), '')
+    record.merged = found or record.merged
+    if found or call.merged.include(op.inputs): call.merged.add(op.out)
+
+
+def _equal_in(dtype, t): # '257 and 258'
+    "Return two different whole numbers in `t` that become equal in `dtype`; '' for what may be an image."
+    if dtype not in HALF or t.dtype in HALF or t.squeeze().ndim > 2: return ''
+    t = t.float()
+    # Larger numbers may be equal in fp32 already.
+    if not ((t == t.round()) & (t.abs() < 2**24)).all(): return ''
+    t = t.unique()
+    equal = torch.stack([t[:-1], t[1:]], dim=1)[t.to(dtype).diff() == 0].tolist()
+    return f'{equal[0][0]:.9g} and {equal[0][1]:.9g}' if equal else ''
+
+
+# -- constants that 16 bits round to 0, 1, -1, inf or -inf
+
+def lost_constants(op): # By line, operator and value
+    "Return the constants that the operator would lose; it did not run yet."
+    dtypes = (t.dtype for t in op.inputs if t.ndim)
+    dtype = op.kwargs.get('dtype') or next(dtypes, None)
+    if dtype not in HALF or op.name.rstrip('_') not in _CONSTANTS: return []
+    def is_lost(constant):
+        near = as_dtype(constant, dtype)
+        return near != constant and abs(near) in (0, 1, math.inf)
+
+    lost = filter(is_lost, map(_constant, op.args))
+    return [(users_line(), op.name, constant) for constant in lost]
+
+
+def _constant(x): # 0 for what is none
+    if type(x) in (int, float): return x
+    is_constant = torch.is_tensor(x) and not x.ndim and not x.requires_grad      # PyTorch makes one of a number
+    return float(f'{float(x):.7g}') if is_constant else 0
+
+
+def constants(call, op):
+    "Whether results depend on a lost constant: it bounds some, or is added to values near 0."
+    for lost in op.lost:
+        constant = lost[-1]
+        for out, fp32 in op.results:
+            limit = as_dtype(constant, out.dtype)
+            operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
+            if not op.name.startswith(operators): continue
+            # A constant that becomes 0 matters beside values below the normal numbers of fp16.
+            is_near = (fp32 - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
+            call.record.constants[lost] |= bool(is_near.any())
+
+
+OBSERVERS = work, size, failure, products, whole_numbers, constants
+
+
+def users_line() -> str: # 'norm.py:33'
+    "Return the line that runs now in the user's code or in a library; '' if PyTorch's modules are all that runs."
+    frame: Any = sys._getframe()
+    while frame.f_globals.get('__name__') != 'fastai.learner':
+        if is_users(frame): return f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'
+        frame = frame.f_back
+    return ''
