@@ -65,14 +65,13 @@ def harm(
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
     if run.error: return _failing(run, modules)
-    faults = {name: _fault(m, run.precision) for name, m in run.modules.items()}
-    return {name: fault + _undone_cast(run.modules[name], run.precision) for name, fault in faults.items() if fault}
+    faults = ((m, _fault(m, run.precision)) for m in run.modules.values())
+    return {m.name: fault + _undone_cast(m, run.precision) for m, fault in faults if fault}
 
 
 def _undone_cast(m, precision):
-    if not m.undone_line: return ''
     return (f'. Autocast runs the product in {m.undone_line} in {precision.name}, although its inputs are `.float()`: '
-            f'{NO_AUTOCAST} before it keeps it in fp32')
+            f'{NO_AUTOCAST} before it keeps it in fp32' if m.undone_line else '')
 
 
 def _fault(m, precision):

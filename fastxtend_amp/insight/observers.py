@@ -90,12 +90,8 @@ def lost_constants(op): # By line, operator and value
     dtypes = (t.dtype for t in op.inputs if t.ndim)
     dtype = op.kwargs.get('dtype') or next(dtypes, None)
     if dtype not in HALF or op.name.rstrip('_') not in _CONSTANTS: return []
-    def is_lost(constant):
-        near = as_dtype(constant, dtype)
-        return near != constant and abs(near) in (0, 1, math.inf)
-
-    lost = filter(is_lost, map(_constant, op.args))
-    return [(users_line(), op.name, constant) for constant in lost]
+    return [(users_line(), op.name, constant) for constant in map(_constant, op.args)
+            if abs(near := as_dtype(constant, dtype)) in (0, 1, math.inf) and near != constant]
 
 
 def _constant(x): # 0 for what is none

@@ -62,7 +62,7 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         op = Operation(func, args, kwargs)
         out = self.calls[-1].run(op)
-        if op.traits.writes and not op.traits.makes_nothing:
+        if op.traits.writes:
             for caller in self.calls[:-1]: caller.twins.forget(out)              # for them it counts as exact
         return out
 
