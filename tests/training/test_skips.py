@@ -286,12 +286,12 @@ def first_half():
 TOLD = {
     'all steps': lambda: make('fp16').to_fp16(init_scale=1e30),
     'most steps': lambda: make('fp16').to_fp16(init_scale=2.0**20),
-    'all steps, static': lambda: make('fp16').to_fp16(loss_scale=2.0**30),
+    'static': lambda: learner(cbs=spoil_at(*range(5))).to_fp16(loss_scale=64.0),
     'half of the steps': lambda: learner(linear(), cbs=first_half()).to_fp16(init_scale=64.0),
     'more than half': lambda: learner(linear(), cbs=spoil_at(0, 1, 2, 5)).to_fp16(init_scale=64.0),
     'bf16': lambda: learner(cbs=spoil_at(*range(6))).to_bf16(skip_nonfinite=True),
     'ignored': lambda: learner(cbs=spoil_at(*range(6))).to_fp16(on_overflow='ignore'),
-    '16-bit weights': lambda: learner(cbs=spoil_at(*range(6))).to_half_weights('fp16'),
+    '16-bit weights': lambda: learner(cbs=spoil_at(*range(5))).to_half_weights('fp16'),
 }
 
 
