@@ -35,12 +35,12 @@ def cases() -> str:
 
 
 def report() -> str:
-    "Return the verdicts of the tutorial's report, shortened, as on a device that emulates neither precision."
+    "Return the verdicts of the tutorial's report, shortened, as for a GPU that emulates neither precision."
     cells = json.loads((HERE / '01_tutorial.ipynb').read_text(encoding='utf-8'))['cells']
     cell = next(cell for cell in cells if 'report = ' in ''.join(cell['source']))
     said = re.sub(r', where .*?\):\s', ': ', ''.join(cell['outputs'][0]['data']['text/plain']), flags=re.S)
     verdicts, cause = re.findall('^.*Next: .*$', said, re.M), re.search('^ +values .*?;', said, re.M)[0]
-    return '\n'.join(['```', '>>> learn.precision_report()', *verdicts, f'{cause} ...', '```'])
+    return '\n'.join(['```', ">>> learn.precision_report(device='cuda')", *verdicts, f'{cause} ...', '```'])
 
 
 def reports() -> dict[Path, str]:

@@ -38,7 +38,6 @@ WORDS = {
                                   'silent overflow',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, it has been reset to, '
                                           'how many steps were skipped, n_skipped',
-        'Which precision does my learner use?': 'what did to_amp choose, really trains in bf16',
         'Does mixed precision change the accuracy?':
             'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
         'Mixed precision is not faster': 'num_workers, data loading, '
@@ -106,8 +105,9 @@ WORDS = {
                                                       'benchmark A100, benchmark V100'},
     'how_it_works': {'The loss scale': 'loss scale, underflow',
                      'Number formats': 'number format, bf16, bfloat16, fp16, what is bf16, what is fp16, '
-                                       'what is mixed precision, mixed precision, mantissa, float16 and bfloat16',
-                     'Autocast': 'Adam eps, are weights float32, weights still float32, '
+                                       'mantissa, float16 and bfloat16',
+                     'Autocast': 'what is mixed precision, mixed precision, '
+                                  'Adam eps, are weights float32, weights still float32, '
                                   'are weights float16 after training',
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',
@@ -132,7 +132,8 @@ WORDS = {
             'disable loss scaling, turn off loss scaling, '
             'NaN gradients, skip_nonfinite',
         'Inference, and turning mixed precision off':
-            'inference, predict, predict after load_learner, change precision after loading, get_preds, '
+            'inference, undo, switch off, disable, '
+            'predict, predict after load_learner, change precision after loading, get_preds, '
             'test time augmentation, export for inference, '
             'how to turn off mixed precision, disable mixed precision, disable AMP, turn off, '
             'turn off mixed precision, go back to fp32, to_fp32',
