@@ -7,7 +7,7 @@ WORDS = {
     'start': {
         'Installation and devices': 'install, Windows, Intel Mac, requirements, Python version, '
                                     'minimum PyTorch version, fastai version, conda, pip install, '
-                                    'without CUDA, uninstall, telemetry',
+                                    'without CUDA, telemetry',
         'Import it last': 'torch.jit.script is deprecated, import order',
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',

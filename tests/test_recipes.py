@@ -44,7 +44,6 @@ def run_recipe(word, **names):
         Learner=lambda dls, model, **kwargs: learner(model, dls, **kwargs),
         vision_learner=lambda dls, arch, **kwargs: learner(dls=dls, **kwargs),
         text_classifier_learner=partial(text_classifier_learner, pretrained=False, config=config),
-        df=pd.DataFrame({'text': ['A very good film', 'Bad'] * 50, 'label': ['yes', 'no'] * 50}),
         model=model,
         dls=loaders(),
         learn=learner(model),
@@ -52,9 +51,10 @@ def run_recipe(word, **names):
         my_loss=F.mse_loss,
         base=nn.Linear(6, 6),
         head=linear(),
-        self=SimpleNamespace(learn=learner()),
-        loss=torch.ones(1, requires_grad=True),
     )
+    if 'AWD_LSTM' in block:
+        df = pd.DataFrame({'text': ['A very good film', 'Bad'] * 50, 'label': ['yes', 'no'] * 50})
+        of_reader['dls'] = TextDataLoaders.from_df(df, text_col='text', label_col='label')
     if 'n_inp' in block:
         of_reader |= tokens(lambda sample, y: (*sample.values(), y))
     if 'FromDict' in block:

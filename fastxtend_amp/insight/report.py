@@ -182,7 +182,8 @@ class _Work:
                        f'{again:.4g}. All figures here include such differences.')
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
-                   'differently or be missing. A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there.')
+                   'differently or be missing. A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, '
+                   'or use fp32.')
         errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]
         if errors: yield f'Not all gradients were compared with fp32: {errors[-1]}.'
         yield from note_of_left_out(self.learn)

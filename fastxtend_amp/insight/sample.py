@@ -107,9 +107,9 @@ class GradientDistance:
 
 
 def _gradient(model):
-    "Return the gradient of all parameters as one vector."
+    "Return the gradient of all trainable parameters as one vector."
     def grad(p): return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-    return torch.cat([grad(p).flatten() for p in model.parameters()])
+    return torch.cat([grad(p).flatten() for p in model.parameters() if p.requires_grad])
 
 
 def gradient_distance(
