@@ -98,6 +98,7 @@ class Precision:
                              "letters, digits and underscores, such as 'bf16_body', and no other name of a precision "
                              f"of this package ({', '.join(_ALIASES)}).")
         cls.state_key = vars(cls).get('state_key', cls.name)
+        if init := vars(cls).get('__init__'): init.__qualname__ = f'learn.to_{cls.name}'     # in Python's TypeError
         for follow in followers: follow(cls)                     # before it is registered, as they may raise an error
         PRECISIONS[cls.name] = cls
 
@@ -284,7 +285,8 @@ def automatic_precision(
         accepted = arguments.keys() & parameters_of(cls)
         built[cls] = cls(**{name: arguments[name] for name in accepted})
         unknown -= accepted
-    Precision(**dict.fromkeys(unknown))                          # raises `TypeError`
+    Precision(**dict.fromkeys(unknown & PRECISIONS.keys()))      # raises `TypeError`: another method has that name
+    if unknown: raise TypeError(f'learn.to_amp() got an unexpected keyword argument {unknown.pop()!r}')
     return built[fastest_native(device)]
 
 
