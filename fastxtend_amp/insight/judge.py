@@ -201,6 +201,7 @@ class Judge:
         self.before_run(self.kind.name, 'gradients were compared')
         precision = Call.from_own(self.learn, self.kind, keep, init_scale or self.present_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
+        # Two copies may not fit into memory; the verdict on the modules stands, and a note says what is unknown.
         except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
         self.distance = self.distance or distance
         return distance

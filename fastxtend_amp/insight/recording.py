@@ -79,14 +79,14 @@ class Recording(TorchDispatchMode):
     def _push(self, name, class_name):
         reference = self.reference.modules.get(name, ModuleRecord(name, class_name))
         record = self.modules.setdefault(name, ModuleRecord(name, class_name, reference))
-        self.calls.append(ModuleCall(record, self.precision))
+        self.calls.append(ModuleCall(record, self.precision, sys.exc_info()[1]))
 
     def _leave(self, module, args, output):
         with without_modes():
             call = self.calls.pop()
             name = call.record.name
             # The innermost module that an exception leaves has raised it.
-            is_failing = output is None and sys.exc_info()[0] is not None
+            is_failing = output is None and sys.exc_info()[1] is not call.handled
             if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:

@@ -101,6 +101,7 @@ class ModuleCall:
     "A running call of a module, with the tensors that are followed in it."
     record: ModuleRecord
     precision: Precision
+    handled: BaseException | None                                # in whose `except` block it was called
     twins: Twins = field(default_factory=Twins)
     floats: Followed = field(default_factory=Followed)           # what `.float()` gave, also cast back
     merged: Followed = field(default_factory=Followed)           # what whole numbers that became equal gave

@@ -181,6 +181,30 @@ class NewHead(Callback):
         self.learn.model[3] = nn.Linear(8, 1)
 
 
+class Notes(nn.Module):
+    "Returns nothing."
+
+    def forward(self, h):
+        self.mean = float(h.detach().mean())
+
+
+class Handles(nn.Linear):
+    "Calls a module while it handles an exception, and later raises one in 16 bits."
+
+    def __init__(self):
+        super().__init__(6, 1)
+        self.notes = Notes()
+
+    def forward(self, x):
+        try:
+            self.unknown
+        except AttributeError:
+            self.notes(x)
+        if torch.is_autocast_enabled('cpu'):
+            raise ValueError('only fp32')
+        return super().forward(x)
+
+
 class Pairs(nn.Module):
     "A loss over the whole batch, whose size it knows."
 
@@ -232,6 +256,10 @@ EVIDENCE = {  # a learner, and what the report on bf16 says
     'vmap': (lambda: learner(Mapped()), unseen + "'inner'"),
     'forward-mode AD': (lambda: learner(Directional()), unseen + "the model's own `forward`, 'inner'"),
     'a callback': (lambda: learner(cbs=Teacher()), 'callback `Teacher` does not run in bf16: the teacher wants fp32'),
+    'a module that returns None in an `except` block': (
+        lambda: learner(Handles()),
+        "the model's own `forward` does not run in bf16: only fp32",
+    ),
     'random weights in before_fit': (lambda: learner(cbs=NewHead()), 'safe so far.* shifts the mean gradient by 0.0'),
     'not deterministic': (
         lambda: learner(layers(Act(by_chance))),
