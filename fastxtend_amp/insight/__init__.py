@@ -6,7 +6,7 @@ The path of a verdict, each line calling those below it that are further to the 
       judge.py             runs batches, keeps modules in fp32 or lowers the loss scale, runs again
         sample.py          runs a copy of the learner (copies.py) in a precision (calls.py), and compares gradients
           recording.py     knows which module runs, and catches its operators and gradients
-            records.py     runs each operator a second time, in fp32, and records the error of the module
+            operations.py  runs each operator a second time, in fp32, and records the error of the module
         evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
     report_result.py       verdicts, tables, notes and plot
 

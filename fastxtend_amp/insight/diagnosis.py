@@ -17,7 +17,7 @@ from .copies import lost_weights, several_processes
 from .evidence import not_finite_data
 from .judge import Judge
 from .random_states import RandomState, random_state, set_random_state
-from .records import named
+from .operations import named
 from .sample import Sample, run_again, running_copy
 from .values import has_finite_results, tensors
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..precisions.matching import covers
 from .display import some
 from .recording import Recording
-from .records import named
+from .operations import named
 from .report_result import Verdict
 from .values import as_dtype, n_nan_or_inf, readable, relative_error
 

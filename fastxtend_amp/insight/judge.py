@@ -12,7 +12,7 @@ from .calls import Call, advised
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .recording import Recording
-from .records import named
+from .operations import named
 from .report_result import Verdict
 from .sample import GradientDistance, Sample, gradient_distance
 

@@ -1,6 +1,6 @@
 """What the recorder looks for: each observer sees the operators of a module, and notes one thing in its record.
 
-An observer gets the call of the module and an operator that ran. None reads what another one notes.
+An observer gets the running module and an operator that ran. None reads what another one notes.
 """
 import math, sys
 from pathlib import Path
@@ -21,26 +21,26 @@ _CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill 
     scalar_tensor""".split())
 
 
-def work(call, op):
+def work(running, op):
     "Floating-point operations of products, and how many numbers are written."
     count = op.traits.flops
     flops = count(*op.args, **op.kwargs, out_val=op.out) if count else 0
-    call.record.work += flops + _WORK_PER_NUMBER * sum(t.numel() for t in tensors(op.out))
+    running.record.work += flops + _WORK_PER_NUMBER * sum(t.numel() for t in tensors(op.out))
 
 
-def size(call, op):
+def size(running, op):
     "The largest result."
     if op.name in _COPIES and not op.is_cast: return
-    record = call.record
+    record = running.record
     for out, fp32 in op.results:
         largest = largest_value(fp32)
         record.largest = max(record.largest, largest)
         if out.dtype in HALF: record.largest_half, record.is_half = max(record.largest_half, largest), True
 
 
-def failure(call, op):
+def failure(running, op):
     "Whether NaN or inf begins here, as the result in fp32 is finite and more than a mask, or came in."
-    record = call.record
+    record = running.record
     for out, fp32 in op.results:
         if record.reference.failed or not n_nan_or_inf(out): continue
         if op.is_exact: is_new = op.was_finite
@@ -49,27 +49,28 @@ def failure(call, op):
         record.is_after |= not is_new
 
 
-def products(call, op):
+def products(running, op):
     "Products in 16 bits: in the fp32 run, and of inputs that the code casts with `.float()`, which autocast undoes."
-    record, has_half, was_float = call.record, op.has_half, call.floats.include(op.inputs)
-    if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)): call.floats.add(op.out)
+    record, has_half = running.record, op.has_half
+    was_float = running.floats.include(op.inputs)
+    if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)): running.floats.add(op.out)
     if not op.traits.flops: return
     record.has_product = True
-    if has_half and not call.precision.dtype: record.half_line = users_line() or 'in PyTorch'
+    if has_half and not running.precision.dtype: record.half_line = users_line() or 'in PyTorch'
     elif has_half and was_float: record.undone_line = users_line() or 'PyTorch'
 
 
 # -- whole numbers that become equal, such as timesteps
 
-def whole_numbers(call, op):
+def whole_numbers(running, op):
     "Which whole numbers become equal in 16 bits. What is computed from them is followed to the module's outputs."
-    record = call.record
+    record = running.record
     if record.reference.merged: return                           # some do so in fp32 as well
     cast = tensors(op.args) if op.name in _CASTS else []
     pairs = (_equal_in(op.out.dtype, t) for t in cast if is_plain(t))
     found = next(filter(None, pairs), '')
     record.merged = found or record.merged
-    if found or call.merged.include(op.inputs): call.merged.add(op.out)
+    if found or running.merged.include(op.inputs): running.merged.add(op.out)
 
 
 def _equal_in(dtype, t): # '257 and 258'
@@ -100,7 +101,7 @@ def _constant(x): # 0 for what is none
     return float(f'{float(x):.7g}') if is_constant else 0
 
 
-def constants(call, op):
+def constants(running, op):
     "Whether results depend on a lost constant: it bounds some, or is added to values near 0."
     for lost in op.lost:
         constant = lost[-1]
@@ -110,7 +111,7 @@ def constants(call, op):
             if not op.name.startswith(operators): continue
             # A constant that becomes 0 matters beside values below the normal numbers of fp16.
             is_near = (fp32 - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
-            call.record.constants[lost] |= bool(is_near.any())
+            running.record.constants[lost] |= bool(is_near.any())
 
 
 OBSERVERS = work, size, failure, products, whole_numbers, constants

@@ -14,16 +14,26 @@ from torch import nn
 from ..compat import TorchDispatchMode, in_function_transform, without_modes
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .records import BACKWARD, LOSS, ModuleCall, ModuleRecord, Operation
+from .operations import BACKWARD, LOSS, ModuleRecord, Operation, RunningModule
 from .values import all_finite, is_plain, readable
 
 
 class Recording(TorchDispatchMode):
-    "The record of some batches in one precision, each from its forward pass to its gradients."
+    """The record of some batches in one precision, each from its forward pass to its gradients.
+
+    If an exception ends it, `failed_in` is what it is charged to:
+
+        ''                 before the first batch, such as in `before_fit`
+        LOSS               in a batch, until there is a loss
+        'callback `X`'     instead of LOSS, if fastai names a callback
+        BACKWARD           after the loss
+        name of a module   instead of LOSS or BACKWARD, if it left one: the innermost
+        ROOT               in a validation without hooks
+    """
     not_finite = ''                                              # 'loss'; 'gradient' if all losses are finite
     validates = False                                            # whether validation gives finite results
     error = ''                                                   # text of the exception that ended it
-    failed_in = ''                                               # the module that raised it; '' before a batch
+    failed_in = ''                                               # see above
 
     def __init__(self,
         precision: Precision,
@@ -40,8 +50,8 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def of_batch(self, model: nn.Module) -> Iterator[None]:
         "Record a batch of `model` in this context."
-        self.calls = list[ModuleCall]()                          # of the loss function and the running modules
-        self.in_backward, self.failed_in = False, LOSS           # until a module raises
+        self.stack = list[RunningModule]()                       # the loss function first
+        self.in_backward, self.failed_in = False, LOSS
         with ExitStack() as stack:
             for name, m in qualified_names(model):
                 if isinstance(m, torch.jit.ScriptModule): continue       # has no hooks from Python
@@ -51,56 +61,56 @@ class Recording(TorchDispatchMode):
                 stack.enter_context(m.register_forward_hook(self._leave, always_call=True))
             stack.enter_context(self)
             yield
-        if self.calls: self.modules[LOSS] = self.modules.pop(LOSS)               # the last
-        self.calls = []
+        if self.stack: self.modules[LOSS] = self.modules.pop(LOSS)               # the last
+        self.stack = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.in_backward or not self.calls: return func(*args, **kwargs)
+        if self.in_backward or not self.stack: return func(*args, **kwargs)
         if in_function_transform():
-            self.unreadable[self.calls[-1].record.name] = None
+            self.unreadable[self.stack[-1].record.name] = None
             return func(*args, **kwargs)
         op = Operation(func, args, kwargs)
-        out = self.calls[-1].run(op)
+        out = self.stack[-1].run(op)
         if op.traits.writes:
-            for caller in self.calls[:-1]: caller.twins.forget(out)              # for them it counts as exact
+            for caller in self.stack[:-1]: caller.twins.forget(out)              # for them it counts as exact
         return out
 
     # -- the forward pass
 
     def _enter(self, name, module, args, kwargs):
         with without_modes():
-            if not self.calls: self._push(LOSS, 'function')      # what runs between model and backward pass
+            if not self.stack: self._push(LOSS, 'function')      # what runs between model and backward pass
             if in_function_transform(): self.unreadable[name] = None
             elif not self.in_backward:
-                for t in readable((args, kwargs)): self.calls[-1].compare(t)
+                for t in readable((args, kwargs)): self.stack[-1].compare(t)
             self._push(name, type(module).__name__)
 
     def _push(self, name, class_name):
         reference = self.reference.modules.get(name, ModuleRecord(name, class_name))
         record = self.modules.setdefault(name, ModuleRecord(name, class_name, reference))
-        self.calls.append(ModuleCall(record, self.precision, sys.exc_info()[1]))
+        self.stack.append(RunningModule(record, self.precision, sys.exc_info()[1]))
 
     def _leave(self, module, args, output):
         with without_modes():
-            call = self.calls.pop()
-            name = call.record.name
+            ended = self.stack.pop()
+            name = ended.record.name
             # The innermost module that an exception leaves has raised it.
-            is_failing = output is None and sys.exc_info()[1] is not call.handled
+            is_failing = output is None and sys.exc_info()[1] is not ended.handled
             if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
-                if out.requires_grad: out.register_hook(partial(self._record_gradient, call.record))
+                if out.requires_grad: out.register_hook(partial(self._record_gradient, ended.record))
             if self.in_backward: return                          # a checkpoint; its first run was recorded
             self.modules[name] = self.modules.pop(name)          # after the modules inside
-            for out in outputs: call.compare(out)
+            for out in outputs: ended.compare(out)
 
     def record_loss(self, loss: torch.Tensor) -> None: # Not scaled yet
         "Record the loss. From here on no operator is recorded."
-        self.in_backward, self.failed_in = True, BACKWARD        # until a module raises
+        self.in_backward, self.failed_in = True, BACKWARD
         self.losses.append(float(loss.detach().float().mean()))
         if not all_finite(loss): self.not_finite = 'loss'
-        if self.calls: self.calls[0].compare(loss)
+        if self.stack: self.stack[0].compare(loss)
 
     # -- the backward pass
 

@@ -23,7 +23,7 @@ from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
 from .judge import Judge, OutOfTime
 from .random_states import random_state_kept
-from .records import named
+from .operations import named
 from .report_result import PrecisionReport, Verdict
 from .sample import N_BATCHES, Sample
 from .values import largest_value, n_items, readable, tensors

@@ -28,7 +28,7 @@ from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_reference
 from .random_states import RandomState, random_state, set_random_state
 from .recording import Recording
-from .records import LOSS
+from .operations import LOSS
 from .values import all_finite, has_finite_results, readable
 
 N_BATCHES = 6  # K, batches whose gradients are compared
@@ -40,11 +40,11 @@ class Sample:
     "The batches that modules are judged on, with their run in fp32, the reference."
     learn: Learner # Nothing in it changes
     batches: list # As a DataLoader gives them; inside a batch, its inputs and targets
-    state: RandomState | None = None # Inside a batch, the random state to start from
+    start: RandomState | None = None # Inside a batch, the random state to start from
     is_small: bool = False # Whether only the first items of each batch are left
 
     def __post_init__(self):
-        self.reference = Recording(Precision())                  # empty: the first run has none and becomes it
+        self.reference = Recording(Precision())                  # empty, so the first run is compared with nothing
         self.reference = self.run(Precision())
         self.wrong = wrong_in_reference(self.reference, self.batches)            # '' if nothing is
 
@@ -55,13 +55,13 @@ class Sample:
         some modules of PyTorch use other kernels when they have hooks. If its results are finite only in fp32, it runs
         again and is recorded.
         """
-        reference, in_batch = self.reference, self.state is not None
+        reference, in_batch = self.reference, self.start is not None
         recording, where = Recording(precision, reference), ''
         run_one = run_again if in_batch else run_batch
         reader = BackwardOnly(recording.record_gradients, recording.record_loss)
         try:
             with running_copy(self.learn, precision, in_batch) as copy:
-                set_random_state(self.state or [])
+                set_random_state(self.start or [])
                 for i, batch in enumerate(self.batches):
                     with recording.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
                 if in_batch or reference.error: return recording

@@ -105,19 +105,24 @@ def as_dtype(number: float, dtype: torch.dtype) -> float:
 
 # -- tensors that are followed from one operator to the next
 
-class Followed(dict):
+class _ByAddress(dict):
     "Tensors by the address of their memory, which views share. As they are kept, no other tensor gets an address."
     def include(self, ts): return any(address(t) in self for t in ts)
-
-    def add(self, x): self |= {a: t for t in readable(x) if (a := address(t))}
 
     def forget(self, x):
         "Drop the tensors in `x`, which were overwritten."
         for t in readable(x): self.pop(address(t), None)
 
 
-class Twins(Followed):
-    "Holds each tensor with an fp32 copy of its memory."
+class Followed(_ByAddress):
+    "Tensors to recognize, with their views."
+    def add(self, x):
+        for t in readable(x):
+            if a := address(t): self[a] = t
+
+
+class Twins(_ByAddress):
+    "Tensors, each with an fp32 copy of its memory."
     def fp32(self, t):
         "Return the twin of `t`; without one `t` in fp32."
         if not self.include([t]): return half_to_float(t)

@@ -1,4 +1,4 @@
-"""Records of modules: each operator of a module runs in 16 bits, and beside it in fp32.
+"""The operations of modules: each operator of a module runs in 16 bits, and beside it in fp32.
 
 The fp32 result is the twin of the 16-bit one, and the next operator in fp32 reads the twins of its inputs. A module has
 twins only for the results of its own operators; its inputs, and the outputs of modules inside, count as exact. So the
@@ -66,7 +66,12 @@ def named(name: str) -> str:
 
 
 class Operation:
-    "A call of one of PyTorch's operators, and what it gave."
+    "A call of one of PyTorch's operators; after `run`, what it gave as well."
+    is_exact: bool                                               # whether nothing was rounded
+    was_finite: bool                                             # whether its inputs were, if nothing was rounded
+    out: Any
+    results: list[tuple[torch.Tensor, torch.Tensor]]             # each with its value in fp32
+
     def __init__(self, func, args, kwargs):
         self.func, self.traits, self.args, self.kwargs = func, traits_of(func), args, kwargs
         self.name, self.inputs = self.traits.name, readable((args, kwargs))
@@ -80,7 +85,7 @@ class Operation:
         self.was_finite = self.is_exact and all(map(all_finite, self.inputs))    # before it writes into one
         self.out = self.func(*self.args, **self.kwargs)
         outs = readable(self.out)[:1] if self.name in _COUNTS else readable(self.out)
-        self.results = [*zip(outs, outs if self.is_exact else readable(twin))]   # each with its value in fp32
+        self.results = [*zip(outs, outs if self.is_exact else readable(twin))]
 
     def run_in_fp32(self, twins):
         "Return the result for the twins of the inputs; None if there is an error."
@@ -97,8 +102,8 @@ class Operation:
 
 
 @dataclass
-class ModuleCall:
-    "A running call of a module, with the tensors that are followed in it."
+class RunningModule:
+    "A module that runs, with the tensors that are followed in it."
     record: ModuleRecord
     precision: Precision
     handled: BaseException | None                                # in whose `except` block it was called
@@ -111,11 +116,12 @@ class ModuleCall:
         # Before it runs, as it may raise an error.
         for constant in op.lost: self.record.constants.setdefault(constant, False)
         if op.traits.makes_nothing: return op.func(*op.args, **op.kwargs)
-        op.run(self._twin(op))
+        twin = self._twin(op)                                    # first, as the operator may write into its inputs
+        op.run(twin)
         for observe in OBSERVERS: observe(self, op)
-        # Rounding errors of what is exactly 0 in fp32 would be 100%.
-        is_exact = op.is_exact or not self.record.reference.largest
-        for out, fp32 in op.results: self.twins.forget(out) if is_exact else self.twins.keep(out, fp32)
+        # Where the reference has only 0, or did not run the module, any rounding would be an error of 100%.
+        has_no_error = op.is_exact or not self.record.reference.largest
+        for out, fp32 in op.results: self.twins.forget(out) if has_no_error else self.twins.keep(out, fp32)
         return op.out
 
     def _twin(self, op):
@@ -132,4 +138,4 @@ class ModuleCall:
         error = relative_error(t, self.twins.fp32(t))
         # Where fp32 itself would lose a tenth of the value, an error is noise.
         if error * _FP32_NOISE < .1 * torch.finfo(self.precision.dtype).eps:
-            self.record.error = max(error, self.record.error)    # in this order, as the record may be nan
+            if not error <= self.record.error: self.record.error = error         # which is nan at first
