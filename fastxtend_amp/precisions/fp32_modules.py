@@ -22,6 +22,7 @@ class Forward:
     called = False # Whether `run` was called
 
     def __init__(self, module: nn.Module):
+        remove_forwards(module)                                  # of a copy made in a fit
         self.module, self.active = module, True
         _ = module.forward                                       # TorchScript puts it on the instance when it is read
         self.before = {k: v for k, v in vars(module).items() if k == 'forward'}   # a forward on the instance
@@ -39,13 +40,14 @@ def forward_of(module: nn.Module) -> Any:
 
 
 def remove_forwards(model: nn.Module) -> None:
-    "Remove the forwards that are left in a model copied during a fit."
+    "Remove the forwards that are left in a model copied during a fit; those of a fit that is open stay."
     for module in model.modules():
-        if isinstance(forward := forward_of(module), Forward): _restore(forward)
+        forward = forward_of(module)
+        if isinstance(forward, Forward) and not forward.active: _restore(module, forward)
 
 
-def _restore(forward: Forward) -> None:
-    attributes = vars(forward.module)
+def _restore(module: nn.Module, forward: Forward) -> None:
+    attributes = vars(module)
     del attributes['forward']
     attributes.update(forward.before)
 
@@ -60,7 +62,7 @@ def replaced_forwards(modules: dict[str, nn.Module], cls: type[Forward]) -> Iter
     finally:
         for forward in forwards:
             forward.active = False
-            if forward_of(forward.module) is forward: _restore(forward)   # nobody has wrapped it
+            if forward_of(forward.module) is forward: _restore(forward.module, forward)   # nobody has wrapped it
 
 
 class Fp32Forward(Forward):

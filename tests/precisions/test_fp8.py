@@ -92,6 +92,8 @@ def test_outside_training():
     learn.fit(1, cbs=At('after_train', lambda l: copies.append(copy.deepcopy(l.model)), 20))
     with torch.autocast('cpu', BF16):
         assert not in_fp8(learn, lambda: copies[0](x)) and is_plain(learn)
+    twin = learner(copies[0]).to_fp8()
+    assert in_fp8(twin, lambda: twin.fit(1)) and is_plain(twin)
     for b in learn.dls.train:  # a loop of one's own
         learn.model.train()
         learn.training, learn.dl = True, learn.dls.train
