@@ -25,7 +25,7 @@ def _wrapped(line): # A browser wraps by itself
 
 
 def _number(x): # '0.0296', '70,641', '6.67e+38'
-    return f'{x:,.0f}' if 1000 <= abs(x) < 1e9 else f'{x:.3g}'
+    return f'{x:,.0f}' if 999.5 <= abs(x) < 1e9 else f'{x:.3g}'
 
 
 _FORMAT = {'float_format': _number, 'na_rep': '-'}

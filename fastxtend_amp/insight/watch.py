@@ -94,7 +94,9 @@ class FailureWatcher(Watcher):
         if not seen.on_cpu: self._check_recorded()
         seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
         if (loss := newest_loss(learn)) is None: return
-        if seen.first_loss is None: seen.first_loss = loss.detach().mean()
+        # The Recorder reads the loss that gradient accumulation has not divided.
+        first = loss if seen.on_cpu or not len(learn.yb) else learn.loss
+        if seen.first_loss is None: seen.first_loss = first.detach().mean()
         if not seen.on_cpu: return
         with without_subclasses():
             value = (loss.detach().mean() if loss.dim() else loss).item()

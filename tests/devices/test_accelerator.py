@@ -4,7 +4,7 @@ Runs on a simulated device with `pytest --sim=sim tests/devices/test_accelerator
 otherwise on XLA or an NVIDIA GPU, whose numbers may differ by a few per cent; skipped without any of them.
 """
 
-import copy, pickle
+import copy, math, pickle
 
 import pytest, torch
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -135,6 +135,14 @@ def test_a_scale_that_falls_to_0_starts_again(sim):
     told(lambda: learn.fit(2, 0.01, cbs=spoil_at(1, 2, 3, 4)))  # the first step creates the state
     assert learn.mixed_precision.skips == [False] + [True] * 4 + [False] * 7
     assert finite(learn) and learn.mixed_precision.scale == 256.0
+
+
+def test_a_loss_that_accumulation_divides_does_not_diverge(sim):
+    grow = At('before_epoch', lambda l: l.epoch == 1 and [p.data.mul_(1.1) for p in l.model.parameters()])
+    nan = At('after_pred', lambda l: l.training and l.epoch == 1 and l.iter == 3 and l.pred.mul_(math.nan))
+    learn = build('bf16', cbs=[GradientAccumulation(4096), grow, nan])
+    (said,) = told(lambda: learn.fit(2, 0.1), 'the loss is nan')
+    assert 'diverges' not in said
 
 
 def test_the_scale_grows_in_a_step_of_the_host_after_those_of_the_device(sim):

@@ -9,7 +9,9 @@ from fastai.callback.core import Callback, CancelBatchException, CancelFitExcept
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
+from torch.utils.flop_counter import flop_registry
 
+from fastxtend_amp.compat import traits_of
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.insight.report_result import PrecisionReport
@@ -73,6 +75,16 @@ def test_the_share_of_gradients_that_are_0():
     lost = (1e-11 * (learn.model(x).detach() - y) / len(y) * 65536).half() == 0
     share = rows(learn.precision_report('fp16'), 'fp16')['underflow']['(model)']
     assert 0 < lost.sum() < len(y) and share == pytest.approx(float(lost.sum()) / (len(y) + 6), abs=0.05)
+
+
+def test_a_formula_of_pytorchs_that_fails_is_not_the_models_fault(monkeypatch):
+    def fails(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, fails)
+    traits_of.cache_clear()
+    assert learner(mlp()).precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
+    traits_of.cache_clear()
 
 
 def test_sizes_and_errors_of_values():
