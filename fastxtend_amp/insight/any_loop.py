@@ -54,7 +54,7 @@ def precision_report(
     drawn = map_tensors(half_to_float, [_checked(batch, i, by_name) for i, batch in enumerate(drawn)])
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
-    def inputs(module, args, kwargs): return ((), args[0]) if by_name else None
+    def inputs(module, args, kwargs): return ((), args[0]) if by_name else None          # `model(**batch)`
     # First, as hooks of the model read its arguments by name; a copy has it as well.
     with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True):
         learn = Learner(dls, model, _loss if by_name else loss_func)
@@ -66,6 +66,7 @@ def precision_report(
 
 
 def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs and a target
+    # A learner then calls `model(dict)`, which the hook turns into `model(**dict)`, and `_loss(output, ())`.
     if by_name and isinstance(batch, Mapping): return dict(batch), ()
     size = len(batch) if isinstance(batch, (tuple, list)) else 0
     if not by_name and size > 1: return tuple(batch)             # of a named tuple as well

@@ -1,7 +1,8 @@
 "A copy of a learner to run on the side: what it holds, which callbacks it runs, how it trains, and who can have one."
-import copy, inspect, re, tempfile, warnings
+import inspect, re, tempfile, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -51,11 +52,12 @@ def copied_learner(
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
-        grads = [(p, p.grad) for p in learn.model.parameters()]  # a loss function may have them in a closure
+        grads = [(p, p.grad) for p in learn.model.parameters()]
         try:
+            # A loss function with a penalty on `learn.model`, which is not copied, adds gradients to the learner's own.
             learn.model.zero_grad()
             # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
-            copy.deepcopy(call).apply(new, on_overflow='ignore')
+            deepcopy(call).apply(new, on_overflow='ignore')
             yield new
         except Exception as e:
             if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
@@ -75,22 +77,26 @@ def _copy(learn, optimizer):
     loaders = [*getattr(learn.dls, 'loaders', ()), vars(learn).get('dl')]
     shared = learn.lock, learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)
     memo = {id(o): o for o in shared} | {id(learn): new}
-    parts = {'model': unwrapped(learn.model)}                    # the model first: others share it
-    parts |= {cb.name: cb for cb in cbs}                         # by themselves, as an error names the part
-    parts |= {name: o for name, o in vars(learn).items() if name != 'model' and not isinstance(o, Callback)}
-    parts |= {'cbs': cbs, 'opt': learn.opt if optimizer else None, **_SILENT}
-    if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
-        parts['recorder'] = SimpleNamespace(**vars(learn.recorder))
-    for name, part in parts.items():
+
+    def add(name, part):
+        "Copy a part, except for what parts before it share."
         try:
-            with _Detached(): vars(new)[name] = copy.deepcopy(part, memo)
+            with _Detached(): vars(new)[name] = deepcopy(part, memo)
         except torch.OutOfMemoryError: raise
         except Exception as e:
             raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
                              'copies are run.\n'
                              'If it is a callback, set its attribute `run_on_copy = False`. '
                              'Anything else needs a `__deepcopy__`, or a place outside of model and learner.') from e
-        memo[id(learn.model)] = new.model                        # instead of what wraps it
+
+    add('model', unwrapped(learn.model))                         # first: others share it
+    memo[id(learn.model)] = new.model                            # instead of what wraps it
+    parts = {cb.name: cb for cb in cbs}                          # by themselves, as an error names the part
+    parts |= {name: o for name, o in vars(learn).items() if name != 'model' and not isinstance(o, Callback)}
+    parts |= {'cbs': cbs, 'opt': learn.opt if optimizer else None, **_SILENT}
+    if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
+        parts['recorder'] = SimpleNamespace(**vars(learn.recorder))
+    for name, part in parts.items(): add(name, part)
     if new.opt:                                                  # copying leaves out flags, such as `fused`
         for name, flag in vars(inner_optimizer(learn.opt)).items():
             if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
@@ -152,7 +158,7 @@ def loader_like(
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
     dataset = getattr(dl, 'dataset', None)
-    try: return copy.deepcopy(dl, {id(dataset): dataset})
+    try: return deepcopy(dl, {id(dataset): dataset})
     except Exception: return dl
 
 

@@ -95,7 +95,7 @@ def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
     scaled: Sequence[str], # Rows that need loss scaling
-    seconds: float = 60., # Time that was spent, for advice on more; nan if `n_steps` is too small for any interval
+    seconds: float | None = 60., # Time that was spent; None if `n_steps` is too small for any interval
 ) -> tuple[str, str]: # The row, and why
     """Return the fastest row that pays and whose loss matches fp32.
 
@@ -147,5 +147,5 @@ def _slowness(speed, best, fastest, seconds):
     if speed.pays: return f': speed-up {speed}, within 5% of {best}' if speed.mid > fastest else ''
     if speed.high <= fastest * WORTH: return f': speed-up {speed}, not 5% faster than {best}'
     advice = f'n_steps={10 * FEWEST_ROUNDS}'
-    if not math.isnan(seconds): advice = f'max_seconds={60 * math.ceil(4 * seconds / 60)}'      # it halves the interval
+    if seconds: advice = f'max_seconds={60 * math.ceil(4 * seconds / 60)}'       # it halves the interval
     return f': speed-up {speed}, not certain yet. Use `{advice}` to decide'

@@ -2,7 +2,7 @@
 
 `max_seconds` is for batches, then rounds, then fp32 with other seeds; before all of them, `to_amp` makes a report.
 """
-import math, random, time
+import random, time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -73,12 +73,12 @@ class Rounds:
     def _batches(self):
         "Return a batch for each step, as far as time and memory reach."
         dl, drawn, size = loader_like(self.learn.dls.train), [], 0
-        late = (1 - _FOR_BATCHES) * self.left
+        for_training = (1 - _FOR_BATCHES) * self.left
         for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             drawn.append(to_device(b, training_device(self.learn)))
             self.tick('batches')
             size += sum(t.nbytes for t in tensors(b))
-            if len(drawn) == self.n_steps or size > _BYTES or self.left < late: break
+            if len(drawn) == self.n_steps or size > _BYTES or self.left < for_training: break
         if not drawn: raise no_batch(self.method)                # of a dataset that can be iterated only once
         return drawn
 
@@ -159,9 +159,9 @@ class Rounds:
         return self.end - time.monotonic()
 
     @property
-    def spent(self) -> float:
-        "The time limit in seconds, or more if it was exceeded; nan if more time would decide nothing."
-        return math.nan if self.is_short else self.max_seconds - min(0, self.left)
+    def spent(self) -> float | None:
+        "The time limit in seconds, or more if it was exceeded; None if more time would decide nothing."
+        return None if self.is_short else self.max_seconds - min(0, self.left)
 
     @property
     def is_short(self) -> bool:
