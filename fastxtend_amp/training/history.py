@@ -15,6 +15,7 @@ class StepHistory:
     The device may decide what is skipped, and the host knows what it has read. All methods read but `add`.
     """
     fit_start = epoch_start = 0                                  # steps before the newest fit, and before its epoch
+    highest_good = 0.                                            # scale of a step of the fit that was not skipped
     next_scale: Any = None                                       # a tensor, 0-dim, which does not change
     known_scale: float                                           # the newest one that the host knows
 
@@ -29,7 +30,7 @@ class StepHistory:
         known_scale: float, # The same on the host
     ) -> None:
         "Begin a fit."
-        self.fit_start = len(self.read().scales)
+        self.fit_start, self.highest_good = len(self.read().scales), 0.
         self.next_scale, self.known_scale = next_scale, known_scale
 
     def add(self,
@@ -44,21 +45,19 @@ class StepHistory:
     def read(self) -> StepHistory: # Itself
         "Move what is unread to the host; this synchronizes with the device, once."
         if self.unread:
+            # One tensor to read: minus means skipped.
             signed = [scale if skipped is False else scale * (1 - 2 * skipped) for scale, skipped in self.unread]
             *signed, self.known_scale = torch.stack([*signed, self.next_scale]).tolist()
             self.scales += map(abs, signed)
             self.skips += (scale < 0 for scale in signed)
+            self.highest_good = max(self.highest_good, *signed)
             self.unread = []
         return self
 
     def skips_in_a_row(self) -> int:
         "Return how many of the fit's newest steps were skipped."
-        return sum(takewhile(bool, reversed(self.read().skips[self.fit_start:])))
-
-    def highest_good(self) -> float:
-        "Return the highest loss scale of a step of the fit that was not skipped; 0 if all were."
-        steps = islice(zip(self.read().scales, self.skips), self.fit_start, None)
-        return max((scale for scale, skipped in steps if not skipped), default=0.)
+        skips = self.read().skips
+        return sum(takewhile(bool, islice(reversed(skips), len(skips) - self.fit_start)))
 
     def forget_fit(self) -> None:
         "Remove the steps of the fit."

@@ -176,7 +176,7 @@ class Scaling:
         """
         scale = new = self.scaler.get_scale()
         if scale < self.lowest_normal:
-            good = self.history.highest_good()
+            good = self.history.read().highest_good
             most = min(self.first_scale, good) if good >= self.lowest_normal else self.first_scale
             if scale < FP16_SMALLEST or largest == 0: new = most
             elif largest:
@@ -193,7 +193,7 @@ class Scaling:
     @property
     def is_skip_odd(self) -> bool:
         "True if the newest step, a skipped one, had a scale of at most 1, or below that of a good step of this fit."
-        good = self.history.highest_good()
+        good = self.history.read().highest_good
         return self.history.scales[-1] <= max(1, good * self.scaler.get_backoff_factor())
 
     # -- the end of the fit
