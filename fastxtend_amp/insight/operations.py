@@ -45,8 +45,8 @@ class ModuleRecord:
     is_after = False                                             # whether they came in
     # Products of matrices.
     has_product = False
-    half_line = ''                                               # line of a 16-bit one in the fp32 run
-    undone_line = ''                                             # line of a 16-bit one of inputs cast to fp32
+    half_line = ''                                               # 'net.py:33', of one in 16 bits in the fp32 run
+    undone_line = ''                                             # the same of one whose `.float()` autocast undoes
     # Whole numbers.
     merged = ''                                                  # two that become equal in it
     shows_merged = False                                         # whether its results depend on such numbers
