@@ -111,8 +111,8 @@ def _cast(x: Any, dtype: torch.dtype) -> Any: # Nested
 
 def _cufft(x: torch.Tensor, dim: list[int], *args: Any) -> torch.Tensor:
     "Run a real FFT, such as that of `torch.stft`, as cuFFT does: in fp16, which CPUs lack, on powers of two only."
-    is_odd = any(x.shape[d] & (x.shape[d] - 1) for d in dim)
-    if x.dtype is torch.bfloat16 or (x.dtype is torch.float16 and is_odd):
+    are_powers_of_two = not any(x.shape[d] & (x.shape[d] - 1) for d in dim)
+    if x.dtype is torch.bfloat16 or (x.dtype is torch.float16 and not are_powers_of_two):
         raise RuntimeError('cuFFT has no bf16, and fp16 only in lengths that are powers of two')
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
         if x.dtype is not torch.float16: return torch.ops.aten._fft_r2c(x, dim, *args)

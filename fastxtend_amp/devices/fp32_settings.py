@@ -47,7 +47,13 @@ def fp32_settings(
 
 
 def _set(values: Settings) -> None:
-    for key, value in values.items():                            # some may have the value already, from one above
+    """Make settings, in the order of `FP32_SETTINGS`. For example, 'ieee' for all but the last of these, 'tf32':
+
+        'generic', 'all'    becomes 'ieee'
+        'cuda', 'all'       is 'ieee' now, from above; if it has a value of its own, that becomes 'none'
+        'cuda', 'matmul'    becomes 'tf32'
+    """
+    for key, value in values.items():
         if get_fp32_setting(*key) != value: set_fp32_setting(*key, 'none' if value == _above(values, *key) else value)
 
 

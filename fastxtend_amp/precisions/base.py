@@ -108,7 +108,8 @@ class Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
         arguments = {name: unshared(value) for name, value in given.items()}
-        vars(self)['arguments'] = arguments                      # of a frozen dataclass as well
+        # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
+        vars(self)['arguments'] = arguments
         return self
 
     def __init__(self,

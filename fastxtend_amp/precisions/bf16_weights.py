@@ -87,7 +87,14 @@ class BF16Weights:
         self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
 
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
-        "Convert a parameter, its gradient and its state, and keep what rounding takes."
+        """Convert a parameter, its gradient and its state, and keep what rounding takes.
+
+            `__enter__`     fp32 to bf16    the value, rounded
+            `after_step`    bf16 to bf16    the value and what was lost before, rounded
+            `__exit__`      bf16 to fp32    the value and what was lost before, as far as fp32 holds them
+
+        What the new value lacks goes to `kahan_comp` if the optimizer has one, before its first step to `rest`.
+        """
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             is_values = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
@@ -96,7 +103,8 @@ class BF16Weights:
         lost: Any = 0.                                           # what rounding has taken so far
         for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32
             if part is not None: lost = lost + part.float()
-        # A file's bf16 weights stay what they are, also where the compensation is half a unit in the last place.
+        # Entering leaves `lost` out: a file's bf16 weights stay what they are, also where it is half a unit in the
+        # last place.
         data = (value if p.dtype is torch.float32 else value + lost).to(dtype)
         rest = (value - data) + lost                             # exact: Dekker's fast two-sum
         # In one statement, as an interrupt between two would lose one of them.

@@ -84,7 +84,7 @@ class FP16(Precision):
         given = [name for name in self.changed if name in defaults_of(FP16) and name != 'fp32_modules']
         if len(given) > 1 and {'enabled', 'loss_scale', 'scaler'} & {*given}:
             raise ValueError(f'{" and ".join(given)} cannot be combined. Pass only one of them.')
-        self.is_fixed, self.is_users = loss_scale is not None, scaler is not None
+        self.is_fixed, self.has_users_scaler = loss_scale is not None, scaler is not None
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
         # The scaler in its newest state.
         self.newest = scaler or GradScaler('cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -94,7 +94,7 @@ class FP16(Precision):
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
-        if not self.is_users:
+        if not self.has_users_scaler:
             state, self.newest = self.newest.state_dict(), GradScaler(device.type)
             self.newest.load_state_dict(state)                   # its factors as well
         return self.newest

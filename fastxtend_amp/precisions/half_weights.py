@@ -61,6 +61,7 @@ class HalfWeights(Precision):
                              "needs no loss scaling; flat_master and amp_mode='fp16' need master weights.")
         self.flat_master, self.master_weights = flat_master, master_weights
         self.autocast = FP16(loss_scale=loss_scale) if cls is FP16 else BF16()
+        # On the instance, where they come before those of the class.
         for name in _OF_AUTOCAST: setattr(self, name, getattr(self.autocast, name))
 
     @property
@@ -108,7 +109,12 @@ def _check_flat(learn: Learner) -> None:
 def _flat_step(learn: Learner, step: Callable[[], object]) -> None:
     """Run a step with one flat parameter in place of those of a group that have the same dtype, device and state.
 
-    "The same state" means tensors of the same names, and the same numbers. Afterwards values are copied back.
+    "The same state" means tensors of the same names, and the same numbers. Afterwards values are copied back. The step
+    is fastai's, which here gets the flat rows, and puts their states into a dict that is dropped:
+
+        for p,pg,state,hyper in self.all_params(with_grad=True):
+            for cb in self.cbs: state = _update(state, cb(p, **{**state, **hyper}))
+            self.state[p] = state
     """
     alike: dict[tuple, list[Any]] = defaultdict(list)
     for row in learn.opt.all_params(with_grad=True):             # a parameter, its group, state and hyper-parameters

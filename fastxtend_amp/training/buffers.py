@@ -21,10 +21,10 @@ class Buffers:
     def look_at(self, model: nn.Module) -> None:
         "From now on these are the buffers of `model`, with the values that they have."
         self.owners = [m._buffers for m in model.modules() if m._buffers]
-        self.repair()
+        self.remember()
 
-    def repair(self, found_inf: bool | torch.Tensor = False) -> None:
-        "Restore values that a bad step made NaN or infinite, and remember all of them. Never synchronizes."
+    def remember(self, found_inf: bool | torch.Tensor = False) -> None:
+        "Remember all values, and restore first those that a bad step made NaN or infinite. Never synchronizes."
         good, self.good = self.good, {}
         for key, buffers in self._alike().items():
             now = torch.stack(buffers)

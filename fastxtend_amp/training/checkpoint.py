@@ -64,7 +64,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
         cb.close()                                               # converts weights that are bf16 in a fit to fp32
         self.model.to(training_device(self))                     # torch's optimizers load their state to its device
     if self.opt is None: self.create_opt()
-    with_opt = kwargs.get('with_opt')
+    with_opt = kwargs.get('with_opt')                            # None if it is not given, which means True to fastai
     if args and isinstance(self, TextLearner): with_opt = args[0]     # whose `load` has `device` after it
     if with_opt is not False: loaded_states(self).clear()        # of an earlier file
     of_optimizer, in_file = self.opt.load_state_dict, dict[str, Any]()

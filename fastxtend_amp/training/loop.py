@@ -68,7 +68,13 @@ def run_outermost(
     event_type: str,
     run: Callable[[], None], # Runs the part
 ) -> None:
-    "Run the outermost part, in which a precision may be set or exchanged. Without one each part counts as outermost."
+    """Run the outermost part, in which a precision may be set or exchanged.
+
+        a fit, or a validation alone    it closes what an earlier loop left open, and at its end its own
+        a batch of a user's loop        what it opens stays open for the next one
+        no precision                    fastai's part; each part inside counts as outermost
+        one that fails                  what is open is closed, and a change that waits for a batch's end is made
+    """
     if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
         warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "
                   'imported last.\nImport fastxtend_amp after fastai, or call `learn.to_fp16()`.', fp16.MixedPrecision)

@@ -38,8 +38,8 @@ def _add_method(cls: type[Precision]) -> None:
     Raises `ValueError` if `Learner` has another method of that name.
     """
     old, name = PRECISIONS.get(cls.name), f'to_{cls.name}'
-    is_newer = old is not None and (old.__module__, old.__qualname__) == (cls.__module__, cls.__qualname__)
-    if hasattr(Learner, name) and not is_newer:                  # a notebook's cell may run again
+    is_redefined = old is not None and (old.__module__, old.__qualname__) == (cls.__module__, cls.__qualname__)
+    if hasattr(Learner, name) and not is_redefined:                  # a notebook's cell may run again
         raise ValueError(f'name={cls.name!r} cannot be used for {cls.__name__}: `Learner.{name}` exists already. '
                          'Choose another name.')
 

@@ -82,7 +82,10 @@ class Scaling:
     # -- a step
 
     def start(self) -> None:
-        "Scale accumulated gradients, so that the next backward pass can add to them."
+        """Scale accumulated gradients, so that the next backward pass can add to them.
+
+        fastai's `zero_grad` leaves zeros, which are multiplied as well: 8 bytes of memory traffic per parameter.
+        """
         if self.gradients is Gradients.SCALED: return
         self.cancel()                                            # a step that an exception or a cancelled batch left
         self._multiply()
@@ -147,10 +150,11 @@ class Scaling:
         step = self.step
         # On a CPU the host can read what the optimizer has decided without synchronizing.
         if step.on_device and self.device.type == 'cpu': step = self.step = HostStep(bool(step.found_inf))
-        self.buffers.repair(step.found_inf)
+        self.buffers.remember(step.found_inf)
         if step.on_device: self.tracker = None
         elif self.tracker is None: self.tracker = self.scaler.state_dict()['_growth_tracker']
         else: self.tracker = 0 if step.found_inf else (self.tracker + 1) % self.scaler.get_growth_interval()
+        # The scale may have changed if the tracker is 0, or None.
         self.history.add(step.found_inf, self.history.next_scale if self.tracker else self._copied_scale())
         if not step.on_device and (step.found_inf or step.largest is not None): self._mend_scale(step.largest)
 
@@ -172,7 +176,8 @@ class Scaling:
         """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
 
         After a good step the scale becomes the largest power of two at which its gradients could grow 16-fold and
-        still fit fp16, but no higher than the first scale, or than the highest one of a good step of this fit.
+        still fit fp16, but no higher than the first scale, or than the highest one of a good step of this fit:
+        clip(2**floor(log2(65504 / 16 / largest)), scale, most).
         """
         scale = new = self.scaler.get_scale()
         if scale < self.lowest_normal:
@@ -202,7 +207,7 @@ class Scaling:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
         if self.gradients is Gradients.SCALED: self.unscale()
         if self.learn.opt and (failed or self.step.found_inf):
-            self.buffers.repair(True)
+            self.buffers.remember(True)
             self.learn.opt.zero_grad()
         self.cancel()
         self.history.read()
