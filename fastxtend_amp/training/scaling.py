@@ -75,7 +75,7 @@ class Scaling:
         self.tracker: int | None = state['_growth_tracker']
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
-        self.step: HostStep | DeviceStep = HostStep()            # the newest one, under way or not
+        self.step: Any = HostStep()                              # the newest one, or a `DeviceStep`, under way or not
         self.passes: list[Any] = []                              # of the step under way: see `_divide`
         self.early_changes = None if state['scale'] == 1 else EarlyChanges(cb.learn)   # until the first step
 
