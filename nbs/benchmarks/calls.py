@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-import argparse, statistics, sys
+import argparse, gc, statistics, sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -107,9 +107,13 @@ def counted(run: Run) -> list[int]: # Calls of Python and of C functions, and op
     def profile(frame: Any, event: str, arg: Any) -> None:
         if event in calls: calls[event] += 1
     run()
+    gc.collect()
+    gc.disable()                                                 # what it finalizes would be counted as well
     sys.setprofile(profile)
     try: run()
-    finally: sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     with Operators() as operators: run()
     return [*calls.values(), operators.n]
 
