@@ -71,8 +71,8 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(m, COMPILED_NAME) or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
-# Makes a context in which tensors of subclasses are plain ones: fastai's class takes 10 times as long to be
-# read. Relies on a name of 2.0. Without it nothing can be imported.
+# Makes a context in which tensors of subclasses are plain ones: reading one of fastai's class takes ten times
+# longer. Relies on a name of 2.0. Without it nothing can be imported.
 without_subclasses = torch._C.DisableTorchFunctionSubclass
 
 # Makes a context in which models are compiled with the backward pass that they have uncompiled: AOTAutograd traces it

@@ -1,4 +1,4 @@
-"""What the recorder looks for: each observer sees the operators of a module, and notes one thing in its record.
+"""Observers of the recorder: each sees the operators of a module, and notes one thing in its record.
 
 An observer gets the running module and an operator that ran. None reads what another one notes.
 """
@@ -23,7 +23,7 @@ _CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill 
 
 
 def work(running, op):
-    "Floating-point operations of products, and how many numbers are written."
+    "Note the work: floating-point operations of products, and numbers that are written."
     count, flops = op.traits.flops, 0
     # PyTorch's formula for attention wants as many heads in the keys as in the queries (2.9).
     with suppress(AssertionError): flops = count(*op.args, **op.kwargs, out_val=op.out) if count else 0
@@ -31,7 +31,7 @@ def work(running, op):
 
 
 def size(running, op):
-    "The largest result."
+    "Note the largest result."
     if op.name in _COPIES and not op.is_cast: return
     record = running.record
     for out, fp32 in op.results:
@@ -41,7 +41,7 @@ def size(running, op):
 
 
 def failure(running, op):
-    "Whether NaN or inf begins here, as the result in fp32 is finite and more than a mask, or came in."
+    "Note whether NaN or inf begins here, as the result in fp32 is finite and more than a mask, or came in."
     record = running.record
     for out, fp32 in op.results:
         if record.reference.failed or not n_nan_or_inf(out): continue
@@ -52,7 +52,7 @@ def failure(running, op):
 
 
 def products(running, op):
-    "Products in 16 bits: in the fp32 run, and of inputs that the code casts with `.float()`, which autocast undoes."
+    "Note products in 16 bits: in the fp32 run, and of inputs cast with `.float()`, which autocast undoes."
     record, has_half = running.record, op.has_half
     was_float = running.floats.include(op.inputs)
     if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)): running.floats.add(op.out)
@@ -65,7 +65,7 @@ def products(running, op):
 # -- whole numbers that become equal, such as timesteps
 
 def whole_numbers(running, op):
-    "Which whole numbers become equal in 16 bits. What is computed from them is followed to the module's outputs."
+    "Note whole numbers that become equal in 16 bits, and follow what is computed from them to the module's outputs."
     record = running.record
     if record.reference.merged: return                           # some do so in fp32 as well
     cast = tensors(op.args) if op.name in _CASTS else []
@@ -104,7 +104,7 @@ def _constant(x): # 0 for what is none
 
 
 def constants(running, op):
-    "Whether results depend on a lost constant: it bounds some, or is added to values near 0."
+    "Note whether results depend on a lost constant: it bounds some, or is added to values near 0."
     for lost in op.lost:
         constant = lost[-1]
         for out, fp32 in op.results:

@@ -24,7 +24,7 @@ _ANOMALY = 'returned nan values'                                 # in those of a
 
 
 class Observations:
-    "What was seen in one fit, until a failure is reported."
+    "Observations of one fit, until a failure is reported."
     weights = None                                               # their norm at the start
     first_loss = None
     last_loss = math.nan                                         # the last finite one

@@ -56,7 +56,7 @@ class FP16(Precision):
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
     scales_loss = True
     state_key = 'grad_scaler'                                    # as version 0.1 named it
-    # Not AVX512-FP16: in PyTorch 2.14 a training step of a ResNet takes 125 times as long as in fp32.
+    # Not AVX512-FP16: in PyTorch 2.14 it makes a training step of a ResNet 125 times slower than fp32.
     rules: ClassVar = dict(
         cpu=lambda device: cpu_support('fp16', 'asimdhp', 'fphp'), cuda=_cuda,
         mps=lambda device: Support('native', 'Metal'), xpu=_xpu, xla=lambda device: xla_support('CUDA', 'ROCM'))

@@ -28,7 +28,7 @@ from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
 from .steps import DeviceStep, HostStep, skips_on_device
 
-_ROOM = FP16_LARGEST / 16  # leaves room for a gradient 16 times as large
+_ROOM = FP16_LARGEST / 16  # leaves room for gradients to grow 16-fold
 _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the callback that has used it
 
 
