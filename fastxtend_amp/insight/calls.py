@@ -6,16 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from fastai.learner import Learner
 from fastcore.foundation import L
 from torch import nn
 
-from ..learners import inner_optimizer, training_device
+from ..learners import training_device
 from ..precisions import PRECISIONS, Precision
 from ..precisions.base import written
 from ..precisions.matching import is_depthwise, is_grouped, match_modules, unwrapped
-from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback, set_precision
 from ..training.methods import OPTIONS
@@ -71,19 +69,7 @@ class Call:
         "Make the call."
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
         if not self.is_fp32: set_precision(learn, MixedPrecision(self.precision, **self.options | options))
-        if self.channels_last: _to_channels_last(learn)
-
-
-def _to_channels_last(learn):
-    """Convert the weights, and the optimizer's state with them.
-
-    Fused optimizers step through memory, and would pair weights with the state of others.
-    """
-    learn.to_channelslast(use_amp=False)
-    learn.model.to(memory_format=torch.channels_last)
-    def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
-    if not (opt := inner_optimizer(learn.opt)): return
-    for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
+        if self.channels_last: learn.to_channelslast(use_amp=False)
 
 
 def own_precision(learn: Learner) -> Precision:

@@ -11,18 +11,32 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
-from ..learners import loaded_states, training_device
+from ..learners import inner_optimizer, loaded_states, training_device
 from ..messages import check_bool
 from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
 from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
-from ..tensors import half_to_float
+from ..tensors import half_to_float, map_tensors
 from .callback import MixedPrecision
 from .loop import PRECISION_CALLBACKS, exchange, precision_callback, set_precision
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
+
+
+@patch
+def before_fit(self: channelslast.ChannelsLast) -> None:
+    """Convert the model to channels last, and the optimizer's state with it.
+
+    Fused optimizers step through memory, and would pair weights with the state of others.
+    """
+    def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
+    self.learn.model.to(memory_format=torch.channels_last)
+    opt = inner_optimizer(self.learn.opt)
+    for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
+
+
 OPTIONS = {name: p for name, p in inspect.signature(MixedPrecision.__init__, eval_str=True).parameters.items()
             if p.kind is p.KEYWORD_ONLY}
 

@@ -332,21 +332,24 @@ def test_the_loss_that_is_tolerated(losses, seeds, n_last, amount):
 
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_apply_converts_format_and_optimizer(opt):
+def test_channels_last_also_converts_the_optimizer(opt):
     "In the middle of a training: fused optimizers step through memory, whatever its order is."
     row, found = 'bf16, channels last', []
-    for is_applied in (False, True):
+    for by in ('nothing', 'apply', "fastai's method"):
         torch.manual_seed(0)
         learn = learner(convs(), opt_func=OPTIMIZERS[opt]).to_bf16()
         learn.fit(2)
-        if is_applied:
+        if by == "fastai's method":
+            learn.to_channelslast()
+        if by == 'apply':
             r = learn.compare_precision(n_steps=7, n_seeds=0, max_seconds=1000)
             assert r.calls[row] == 'learn.to_bf16().to_channelslast()'
             assert r.calls['fp32, channels last'] == 'learn.to_fp32().to_channelslast(use_amp=False)'
-            assert r.apply(learn, row).channels_last and not learn.model[1].weight.is_contiguous()
+            assert r.apply(learn, row).channels_last
         learn.fit(2)
+        assert learn.model[1].weight.is_contiguous() == (by == 'nothing')
         found.append(params(learn))
-    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*found))
+    assert all(torch.allclose(a, b, atol=1e-3) and torch.allclose(a, c, atol=1e-3) for a, b, c in zip(*found))
 
 
 def test_text_and_plot(expected):
