@@ -31,7 +31,7 @@ INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by m
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists
 WHOLE = {'to_amp', 'to_fp32', 'amp_context'}                     # shown with all paragraphs
 MEMBERS = {'fp32_module_names', 'scale', 'scales', 'skips', 'skipped', 'state_dict', 'load_state_dict', 'scale_loss',
-           'plot_scales', 'fp32_modules', 'calls', 'plot', 'apply'}  # of classes; the others are ours
+           'plot_scales', 'fp32_modules', 'call', 'calls', 'plot', 'apply'}  # of classes; the others are ours
 FOR_HELP = re.compile(r'Raises|Source|Interval|In `table`')      # paragraphs that only `help` shows
 
 

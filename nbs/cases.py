@@ -65,7 +65,7 @@ class Case:
         if isinstance(expected, str): return verdict.verdict == expected
         named = [any(re.fullmatch(e, m) for e in expected) for m in verdict.modules]
         found = [any(re.fullmatch(e, m) for m in verdict.modules) for e in expected]
-        return all(named) and all(found) and (bool(expected) or verdict.verdict.startswith('safe'))
+        return all(named) and all(found) and (bool(expected) or verdict.is_safe)
 
 
 class Model(nn.Module):
@@ -694,7 +694,7 @@ def words(v) -> str:
     "Return a verdict in a few words, with the names of its modules."
     last = sorted({m.rpartition('.')[2] for m in v.modules})
     names = ', '.join(f'`{m}`' for m in last) + f' ({len(v.modules)})' * (len(v.modules) > len(last))
-    if v.verdict.startswith('safe'): return 'safe'
+    if v.is_safe: return 'safe'
     text = f'{names} in fp32' if v.verdict == 'keep modules in fp32' else f'{v.verdict}: {names}'
     return text.removesuffix(': ')
 
@@ -726,7 +726,7 @@ def row(name: str) -> tuple[str, int, int, tuple]: # The row, or for a healthy m
         right, alarms = right + ok, alarms + (not ok and not case.expected[v.precision])
         said.append(words(v) if ok else f'{words(v)} (**wrong**)')
     if not case.breaks:
-        others = [f'{v.precision}: {text}' for v, text in zip(verdicts, said) if not v.verdict.startswith('safe')]
+        others = [f'{v.precision}: {text}' for v, text in zip(verdicts, said) if not v.is_safe]
         return ', '.join([f'- {link(name, case)}', *others]), right, alarms, ()
     steps: tuple = ()
     if isinstance(case.expected['fp16'], list) and case.expected['fp16'] and not case.rules:

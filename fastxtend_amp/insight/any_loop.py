@@ -1,5 +1,4 @@
 "`precision_report` without a learner: the report for a training loop of one's own."
-import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -11,15 +10,14 @@ from torch import nn
 
 from ..learners import model_device
 from ..messages import check_argument, check_integer
+from ..precisions.base import written
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, map_tensors
+from .calls import Call
 from .random_states import random_state_kept
 from .report_result import PrecisionReport
 from .sample import N_BATCHES
 
-# What a verdict says instead of the calls of a learner.
-_CALLS = {r'learn\.to_(\w+)\((.*)\)': r'\1, \2', r'learn\.precision_report\(': 'precision_report(..., precisions=',
-          r'learn\.compare_precision.*': ''}
 _DICTS = ("Without `loss_func` each has to be a dict of the model's arguments.\nFor tuples of inputs and a target, "
           'pass `loss_func`.')
 _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a target.\nFor dicts, leave `loss_func` '
@@ -60,9 +58,15 @@ def precision_report(
         learn = Learner(dls, model, _loss if by_name else loss_func)
         report = learn.precision_report(dl=drawn, n_batches=n_batches, **kwargs)
     for verdict in report.verdicts.values():
-        for old, new in _CALLS.items(): verdict.call = re.sub(old, new, verdict.call)
-        verdict.call = verdict.call.removesuffix(', ')
+        advice = None if verdict.again else verdict.advice
+        verdict.again, verdict.advice = '', advice and _Arguments(advice.precision)
     return report
+
+
+class _Arguments(Call):
+    "What a verdict advises, for a loop without a learner."
+    def __str__(self): # 'fp16, init_scale=1024'
+        return ', '.join(filter(None, [self.precision.name, written(self.precision.changed)]))
 
 
 def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs and a target

@@ -25,6 +25,7 @@ class Call:
     precision: Precision
     options: dict[str, Any] = field(default_factory=dict) # Of the precision callback
     channels_last: bool = False # Whether the format changes; otherwise it stays as it is
+    layers: tuple[str, ...] = () # What a variant keeps in fp32, in words: ('depthwise in fp32',)
 
     @classmethod
     def from_own(cls,
@@ -61,6 +62,16 @@ class Call:
 
     @property
     def is_fp32(self) -> bool: return self.precision.kind is Precision
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        "What a variant of a precision changes, in words."
+        return (*self.layers, 'channels last') if self.channels_last else self.layers
+
+    @property
+    def name(self) -> str: # 'bf16, depthwise in fp32, channels last'
+        "Its name in a comparison."
+        return ', '.join([self.precision.name, *self.changes])
 
     def apply(self,
         learn: Learner, # Outside a fit; its loss scale starts again
@@ -102,7 +113,7 @@ def native_precisions(learn: Learner) -> list[type[Precision]]:
 def rows_of(
     learn: Learner,
     rows: Sequence[Call], # Besides fp32, in the learner's own format
-) -> dict[str, Call]: # By name, fp32 first: the precision, then what else changes, as in 'bf16, channels last'
+) -> dict[str, Call]: # By name, fp32 first
     """Return what to compare: each precision once, and variants of those that the device runs natively.
 
     The first 16-bit precision also keeps depthwise or grouped convolutions in fp32, where the model has some. Models
@@ -111,21 +122,25 @@ def rows_of(
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
     model, device = unwrapped(learn.model), training_device(learn)
-    plain = {row.precision.name: row for row in (Call(Precision()), *rows)}
-    def is_native(row): return row.precision.support(device).status == 'native'
-    native = {name: row for name, row in plain.items() if is_native(row)}
-    with_layers = dict[str, Call]()
-    for row in [row for row in native.values() if row.precision.dtype][:1]:
-        p = row.precision
-        in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
-        for of_type in is_depthwise, is_grouped:
-            if not any(map(of_type, {*model.modules()} - in_fp32)): continue
-            keep = [*L(p.fp32_modules), of_type] if p.fp32_modules else of_type
-            name = f"{p.name}, {of_type.__name__.removeprefix('is_')} in fp32"
-            with_layers[name] = replace(row, precision=p.like(fp32_modules=keep))
+    plain = {row.name: row for row in (Call(Precision()), *rows)}
+    native = [row for row in plain.values() if row.precision.support(device).status == 'native']
+    low = next((row for row in native if row.precision.dtype), None)
+    with_layers = [*_with_layers(low, model)] if low else []
     has_2d = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
-    formats = (native | with_layers).items() if has_2d and not _is_channels_last(learn) else ()
-    return plain | with_layers | {f'{name}, channels last': replace(row, channels_last=True) for name, row in formats}
+    formats = native + with_layers if has_2d and not _is_channels_last(learn) else []
+    variants = with_layers + [replace(row, channels_last=True) for row in formats]
+    return plain | {row.name: row for row in variants}
+
+
+def _with_layers(row, model):
+    "Iterate over variants that keep depthwise or grouped convolutions in fp32, if the model has others."
+    p = row.precision
+    in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
+    for of_type in is_depthwise, is_grouped:
+        if not any(map(of_type, {*model.modules()} - in_fp32)): continue
+        keep = [*L(p.fp32_modules), of_type] if p.fp32_modules else of_type
+        words = f"{of_type.__name__.removeprefix('is_')} in fp32"
+        yield replace(row, precision=p.like(fp32_modules=keep), layers=(words,))
 
 
 def _is_channels_last(learn):

@@ -161,8 +161,7 @@ def measure_and_choose(
     for cls in classes:
         v = verdicts.get(cls.name)
         if v is None: rows.append(Call.from_own(learn, cls))
-        elif v.call and v.verdict not in ('do not use', 'cannot run'):
-            rows.append(Call.from_own(learn, cls, v.modules, v.init_scale))
+        elif v.call and not v.fails: rows.append(Call.from_own(learn, cls, v.modules, v.init_scale))
         else: notes.append(f'{cls.name}: {v.reason}.')
     result = compared(rounds, rows_of(learn, rows))
     result.notes[:0] = notes
@@ -189,8 +188,8 @@ def compared(
     n, base, trials = rounds.n_compared, rounds.base, rounds.trials
     table = pd.DataFrame({name: _row(trial, base, n) for name, trial in trials.items()}).T.infer_objects()
     tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in rounds.seeds], last_fifth(n))
-    scaled = [name for name, row in rows.items() if row.precision.scales_loss]
-    recommended, reason = recommend(table, tolerated, scaled, rounds.spent)
+    changes = {name: (row.precision.scales_loss, len(row.changes)) for name, row in rows.items()}
+    recommended, reason = recommend(table, tolerated, changes, rounds.spent)
     return PrecisionComparison(
         table,
         losses={name: trial.losses[:n] for name, trial in trials.items()},

@@ -22,7 +22,6 @@ from .sample import Sample, run_again, running_copy
 from .values import has_finite_results, tensors
 
 _BAD = 'Check the data: no precision can train on these values'
-ODD = 'a gradient is not finite, and the loss scale is not the cause'         # said only if the rerun proves it
 
 
 @dataclass
@@ -34,6 +33,7 @@ class Alarm:
     step: int                                # training batch of the fit, from 1
     batch: tuple                             # its inputs and targets
     random_state: RandomState                # before it
+    is_odd: bool = False                     # whether it is a skipped step that the loss scale may not explain
 
     @property
     def happened(self) -> str:
@@ -68,7 +68,7 @@ def diagnose(
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
-    if alarm.what == ODD and (divergence or several_processes()): return None
+    if alarm.is_odd and (divergence or several_processes()): return None
     if divergence:
         rate = max(h['lr'] for h in learn.opt.hypers)
         return Diagnosis(f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
@@ -84,7 +84,7 @@ def diagnose(
                          'in distributed runs the batch is not run again')
     try: found = _run_again(learn, alarm, bad)
     except Exception as e:
-        if alarm.what == ODD: return None
+        if alarm.is_odd: return None
         return Diagnosis('The batch could not be run again', f'{type(e).__name__}: {str(e).rstrip(".")}')
     return found and found._replace(cause=f'Re-running that batch with the same random numbers: {found.cause}')
 
@@ -103,10 +103,10 @@ def _run_again(
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Remedy(Precision))
     largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
-    if alarm.what == ODD and largest > torch.finfo(kind.dtype).max: return None
+    if alarm.is_odd and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
-    if not verdict.call:
+    if not verdict.advice:
         failed = [kind.name, *(made.precision for made in cb.fixes)]
         remedy = Remedy(fastest_native(cb.fit.device, failed))
         return Diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, remedy)
@@ -114,7 +114,7 @@ def _run_again(
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))
         return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, remedy)
-    if alarm.what == ODD: return None
+    if alarm.is_odd: return None
     if judge.scale == alarm.scale:
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time loss and gradients are finite in {kind.name}')

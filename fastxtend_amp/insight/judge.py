@@ -69,13 +69,13 @@ class Judge:
         self.reasons = dict[str, str]()                          # why a module is flagged, by its name
         self.runs = list[Recording]()
 
-    def verdict(self) -> Verdict: # Its `call` is empty if another precision has to be used
+    def verdict(self) -> Verdict: # Without `advice` and `again` if another precision has to be used
         "Search until nothing is flagged, nothing helps, or the time ends."
         try: return self._search()
         except OutOfTime as e:
             words, call = e.args
             self.found.append(words)
-            return self._verdict('not known', call=call)
+            return self._verdict('not known', again=call)
 
     def _search(self):
         while not self.sample.wrong:
@@ -212,10 +212,9 @@ class Judge:
         if self.reasons: verdict = 'keep modules in fp32'
         helps = True
         if ratio >= _FAR: verdict, helps = 'gradient differs', self._nearer(run, init_scale)
-        call = str(advised(self.learn, self.kind, self.keep, init_scale))
-        if not helps: call = f"learn.compare_precision('{self.kind.name}')"
-        return self._verdict(verdict, call=call, modules=self.keep, scale_range=scales, init_scale=init_scale,
-                             error=prediction_error(run))
+        return self._verdict(verdict, advice=advised(self.learn, self.kind, self.keep, init_scale),
+                             again='' if helps else f"learn.compare_precision('{self.kind.name}')", modules=self.keep,
+                             scale_range=scales, init_scale=init_scale, error=prediction_error(run))
 
     def _nearer(self, run, init_scale):
         "Keep modules that in fp32 bring the mean gradient near to that in fp32; return whether there are some."

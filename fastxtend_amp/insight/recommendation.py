@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +94,7 @@ def tolerance(
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
-    scaled: Sequence[str], # Rows that need loss scaling
+    changes: Mapping[str, tuple[bool, int]], # By row: whether it scales the loss, and how many `Call.changes`
     seconds: float | None = 60., # Time that was spent; None if `n_steps` is too small for any interval
 ) -> tuple[str, str]: # The row, and why
     """Return the fastest row that pays and whose loss matches fp32.
@@ -115,10 +115,7 @@ def recommend(
     good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not faults[name]}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
 
-    def order(name):
-        return name in scaled, name.count(', '), -good[name]
-
-    best = min(close, key=order, default='fp32')
+    best = min(close, key=lambda name: (changes[name], -good[name]), default='fp32')
     sentences = [f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}.'] if good else []
     for name, fault in faults.items():
         why = fault or _slowness(speeds[name], best, good.get(best, 1.), seconds)

@@ -131,7 +131,8 @@ class _Work:
         batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
         judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, self.before_run)
         verdict = judge.verdict()
-        verdict.is_emulated = status == 'emulated' and '.to_' in verdict.call and not self.simulated
+        is_advised = bool(verdict.advice) and not verdict.again
+        verdict.is_emulated = status == 'emulated' and is_advised and not self.simulated
         lacking = next((run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error)), None)
         if not lacking: return verdict
         return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
@@ -143,8 +144,8 @@ class _Work:
         left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
         other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
         verdict = self.verdicts.get(other.name)
-        call = verdict.call if verdict else str(advised(self.learn, other))
-        for name in failed: self.verdicts[name].call = call
+        advice = verdict.advice if verdict else advised(self.learn, other)
+        for name in failed: self.verdicts[name].advice = advice
 
     # -- notes
 
@@ -157,7 +158,7 @@ class _Work:
             yield f'The inputs reach {largest:,.3g}. Normalize them first.'
         yield from self._digits()
         for name, judge in judges:
-            if not self.verdicts[name].verdict.startswith('safe'): continue
+            if not self.verdicts[name].is_safe: continue
             if equal := equal_numbers(judge.runs[-1]):
                 yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
         if (own := not_fp32(reference)) and not self.sample.wrong: yield f'The reference is not fp32: {own}.'

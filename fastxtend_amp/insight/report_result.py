@@ -6,6 +6,7 @@ import pandas as pd
 
 from ..precisions.fp16 import FP16
 from ..tensors import FP16_LARGEST, FP16_NORMAL
+from .calls import Call
 from .display import Shown, some
 
 
@@ -26,13 +27,24 @@ class Verdict:
     precision: str
     verdict: str
     reason: str # What was found
-    call: str = '' # The next call to make, if there is one
+    advice: Call | None = None
+    again: str = ''
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     flagged: list[str] = field(default_factory=list)
     init_scale: float | None = None # First loss scale, if the default does not suit
     error: float = math.nan # Relative difference of predictions from those in fp32
     is_emulated: bool = False # Whether this device emulates the precision of `call`
+
+    @property
+    def call(self) -> str:
+        "The next call to make, if there is one."
+        return self.again or str(self.advice or '')
+
+    @property
+    def is_safe(self) -> bool: return self.verdict in ('safe so far', 'safe with loss scaling')
+    @property
+    def fails(self) -> bool: return self.verdict in ('do not use', 'cannot run')
 
     def __str__(self):
         name, following = self.precision, f': `{self.call}`'
@@ -93,7 +105,7 @@ class PrecisionReport(Shown):
     def _parts(self):
         yield '\n'.join([*map(str, self.verdicts.values()), *self.notes])
         for name, table in self.table.groupby('precision', sort=False):
-            if self.verdicts[name].verdict.startswith('safe'): continue              # see `table`
+            if self.verdicts[name].is_safe: continue              # see `table`
             rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
             yield f'{name}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
             yield rows.drop(columns=['precision', 'grad', 'underflow']).set_index('module').rename_axis(None)

@@ -61,7 +61,7 @@ class Rounds:
         if len(rows) == 1: self.n_steps = 1                      # there is nothing to compare fp32 with
         with (random_state_kept(), progress_bar(self.learn, self.left) as self.tick, ExitStack() as self.copies):
             self.batches = self._batches()
-            self.trials = {name: Trial(self.learn, name, call) for name, call in rows.items()}
+            self.trials = {name: Trial(self.learn, call) for name, call in rows.items()}
             for trial in self.staying:
                 with random_state_kept(), trial.error_recorded(): trial.begin(self)
             self.train()
@@ -102,7 +102,7 @@ class Rounds:
         "Train in fp32 with another seed and another order of the batches, except for the last ones."
         self.tick('fp32')
         set_seed(seed)
-        trial = Trial(self.learn, 'fp32', self.base.call)
+        trial = Trial(self.learn, self.base.call)
         n_first = self.n_compared - last_fifth(self.n_compared)
         first = random.Random(seed).sample(range(n_first), n_first)
         trial.begin(self)
@@ -141,11 +141,11 @@ class Rounds:
         dropped as well.
         """
         for trial in self._ranked()[:-1]:
-            rival = self.fastest if trial.is_variant else self.base
+            rival = self.fastest if trial.call.changes else self.base
             if trial.speed_up(rival).is_slower: trial.drop(rival)
         missing = FEWEST_ROUNDS - len(self.base.times)
         for trial in (ranked := self._ranked())[:-1]:
-            if missing > 0 and trial.is_variant and not self._has_time(missing):
+            if missing > 0 and trial.call.changes and not self._has_time(missing):
                 trial.drop(ranked[-1], ' for lack of time')
 
     def _ranked(self): # The slowest first

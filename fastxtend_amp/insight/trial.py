@@ -32,17 +32,11 @@ class Trial:
 
     def __init__(self,
         learn: Learner, # Only its copy is trained
-        name: str, # Of the row in the table
         call: Call, # What it trains in
     ):
-        self.learn, self.name, self.call, self.device = learn, name, call, training_device(learn)
+        self.learn, self.call, self.name, self.device = learn, call, call.name, training_device(learn)
         self.losses = list[float]()                              # of each step
         self.times = list[float]()                               # seconds per step, of each round after a warm-up
-
-    @property
-    def is_variant(self) -> bool:
-        "True if another row has the same precision in another format, or with other layers in fp32."
-        return ',' in self.name
 
     @property
     def pace(self) -> float: # nan before the second round

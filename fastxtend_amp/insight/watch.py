@@ -12,13 +12,14 @@ from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import Watcher
 from .copies import several_processes
-from .diagnosis import ODD, Alarm, apply_remedy, diagnose
+from .diagnosis import Alarm, apply_remedy, diagnose
 from .random_states import random_state, torch_generators
 from .values import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 _MOST_FIXES = 3  # in one fit
+_ODD = 'a gradient is not finite, and the loss scale is not the cause'        # said only if the rerun proves it
 _DTYPES = 'Half|BFloat16|dtype|scalar type|ScalarType|primitive'   # in PyTorch's errors where only fp32 runs
 _ANOMALY = 'returned nan values'                                 # in those of anomaly detection
 
@@ -113,7 +114,7 @@ class FailureWatcher(Watcher):
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
         if not scaling.is_skip_odd: return
         seen.n_odd += 1
-        if seen.n_odd.bit_count() == 1: self._alarm(ODD, scale)
+        if seen.n_odd.bit_count() == 1: self._alarm(_ODD, scale, is_odd=True)
 
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
@@ -150,10 +151,10 @@ class FailureWatcher(Watcher):
         seen.last_loss = loss
         if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it ends where training fails
 
-    def _alarm(self, what, scale): # `scale`: that of the step
+    def _alarm(self, what, scale, is_odd=False): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
         learn, seen, cb = self.cb.learn, self.seen, self.cb
-        alarm = Alarm(what, cb.precision.kind, scale, *seen.batch)
+        alarm = Alarm(what, cb.precision.kind, scale, *seen.batch, is_odd)
         diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.seen = None                                       # first: a remedy may close the fit

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print('This device runs no 16-bit precision natively, so 16 bits would be slower than fp32.\n'
               'Here is a report on one batch instead:\n', flush=True)
         result = learn.precision_report(max_seconds=args.max_seconds)
-    print(str(result).replace('`max_seconds=', '`--max-seconds '), end='\n\n')   # what it advises, as an option
+    print(result, end='\n\n')
     import matplotlib.pyplot as plt
     plt.switch_backend('agg')                                    # no window, on any machine
     result.plot()

@@ -34,6 +34,7 @@ from fastxtend_amp.insight.compare import compared
 from fastxtend_amp.insight.recommendation import COLUMNS, Speed, recommend, tolerance
 from fastxtend_amp.insight.rounds import Rounds
 from fastxtend_amp.insight.trial import Trial
+from fastxtend_amp.precisions import Precision
 from fastxtend_amp.tools.device import usable_device
 
 from .models import MODELS, Model
@@ -92,6 +93,7 @@ class _Drawn(Trial):
     "A training whose times are drawn."
     def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
         self.name, self.seconds, self.rounds = name, seconds, rounds
+        self.call = Call(Precision(), layers=tuple(name.split(', ')[1:]))
         self.losses, self.times = [], []
     def train(self, steps: Sequence[int]) -> None:
         seconds = self.seconds()
@@ -133,7 +135,8 @@ def contest(
     rows = {name: dict(zip(COLUMNS, trial.speed_up(rounds.base))) | {
         'support': trial.status or 'native', 'steps': 50, 'rounds': len(trial.times), 'skipped': 0, 'weights moved': 1.,
         'loss': 1., 'loss difference': 0., 'note': trial.reason} for name, trial in rounds.trials.items()}
-    chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''), ['fp16'])
+    changes = {name: (name == 'fp16', len(trial.call.changes)) for name, trial in rounds.trials.items()}
+    chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''), changes)
     return found[chosen] / max(found.values()), seconds - left
 
 
