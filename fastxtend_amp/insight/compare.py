@@ -80,8 +80,9 @@ class PrecisionComparison(Shown):
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
         values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
-        smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, xlabel='step', ylabel='loss',
-                    title='Training loss (smoothed)')
+        lines = ['--' if row.channels_last else '-' for row in self.rows.values()]
+        smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, style=['-'] * len(seeds) + lines,
+                    xlabel='step', ylabel='loss', title='Training loss (smoothed)')
         curves.get_lines()[len(seeds)].set_linewidth(4)          # fp32, seen under the others
         curves.legend()
         self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
