@@ -33,7 +33,7 @@ def before_fit(self: channelslast.ChannelsLast) -> None:
     """
     def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
     self.learn.model.to(memory_format=torch.channels_last)
-    opt = inner_optimizer(self.learn.opt)
+    if not (opt := inner_optimizer(self.learn.opt)): return                 # in a validation before the first fit
     for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
 
 

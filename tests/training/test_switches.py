@@ -264,6 +264,7 @@ def test_what_is_changed_later():
 
 def test_channels_last():
     learn = make('fp32', 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
+    learn.validate()  # without an optimizer
     learn.fit(1)
     assert modes(learn) == ['bf16'] and learn.mixed_precision.fp32_module_names == ['3']
     assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
