@@ -30,11 +30,11 @@ class DeviceStep:
     def look(self, flags: list[torch.Tensor]) -> None: # As in `HostStep`
         "Tell the optimizer whether to skip the step."
         self.found_inf = reduce(torch.maximum, flags)
-        vars(self.optimizer).update(grad_scale=None, found_inf=self.found_inf)
+        vars(self.optimizer)['found_inf'] = self.found_inf
 
     def end(self, scaler: Any) -> None: # A `GradScaler` that has been updated
         "Forget it. At scale 0 NaN would pass, so the scale stays above 0 until the host mends it."
-        for name in ('grad_scale', 'found_inf'): vars(self.optimizer).pop(name, None)
+        vars(self.optimizer).pop('found_inf', None)
         scaler._scale.clamp_(min=FP16_SMALLEST / 2)              # undocumented, since 1.6
 
 
