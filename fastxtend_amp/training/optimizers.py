@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from fastai.optimizer import OptimWrapper, pytorch_hp_map
 
-_CLASSES = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
-FUSED: dict[Any, Any] = {cls.__name__: cls for cls in _CLASSES}
+FUSED = {name: getattr(torch.optim, name) for name in ('Adam', 'AdamW', 'SGD')}
 
 
 def fused(
