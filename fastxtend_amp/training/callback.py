@@ -197,7 +197,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def open_fit(self) -> Fit:
         "Return the open fit; if there is none, check model and device, and begin one."
         if self.fit: return self.fit
-        if sum(isinstance(cb, fp16.MixedPrecision) for cb in self.learn.cbs) > 1:
+        if len(self.learn._grab_cbs(fp16.MixedPrecision)) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
         self.fit = Fit(self)

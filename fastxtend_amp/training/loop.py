@@ -75,7 +75,7 @@ def run_outermost(
         no precision                    fastai's part; each part inside counts as outermost
         one that fails                  what is open is closed, and a change that waits for a batch's end is made
     """
-    if cb is None and event_type == 'fit' and any(isinstance(c, fp16.MixedPrecision) for c in learn.cbs):
+    if cb is None and event_type == 'fit' and learn._grab_cbs(fp16.MixedPrecision):
         warn_user("This fit uses fastai's own MixedPrecision, although fastxtend_amp is imported: fastai's name was "
                   'imported last.\nImport fastxtend_amp after fastai, or call `learn.to_fp16()`.', fp16.MixedPrecision)
     if cb and cb.learn is not learn:
@@ -129,5 +129,5 @@ def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
     "Make `cb` the learner's only precision callback now, without checking the model."
     old = precision_callback(learn)
     if cb is not None and old: cb.parts = old.parts
-    for cls in PRECISION_CALLBACKS: learn.remove_cb(cls)
+    learn.remove_cbs(PRECISION_CALLBACKS)
     if cb is not None: learn.add_cb(cb)
