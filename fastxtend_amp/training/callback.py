@@ -187,10 +187,11 @@ class MixedPrecision(fp16.MixedPrecision):
     def at_batch_end(self, change: Callable[[], Any]) -> None:
         "Call `change` now, or when the open batch ends. It replaces an earlier change that waits."
         self.waiting = change
-        if not self.in_batch: self.do_waiting()
+        self.do_waiting()
 
     def do_waiting(self) -> None:
-        "Make the change that waits for the end of the batch, if there is one."
+        "Make the change that waits, if there is one and no batch is open."
+        if self.in_batch: return
         change, self.waiting = self.waiting, None
         if change: change()
 

@@ -59,7 +59,7 @@ def _run_part(cb: MixedPrecision, event_type: str, run: Callable[[], None]) -> N
     finally:
         part.close()
         del parts[depth:]
-    if cb.waiting and not cb.in_batch: cb.do_waiting()
+    if cb.waiting: cb.do_waiting()
 
 
 def run_outermost(
