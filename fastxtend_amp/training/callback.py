@@ -196,8 +196,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if change: change()
 
     def open_fit(self) -> Fit:
-        "Return the open fit; if there is none, check model and device, and begin one."
-        if self.fit: return self.fit
+        "Check model and device, and begin a fit, where none is open."
         if len(self.learn._grab_cbs(fp16.MixedPrecision)) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
@@ -245,7 +244,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
         if not self.parts: return
-        fit = self.open_fit()
+        fit = self.fit or self.open_fit()
         fit.casts = None                                         # those of an earlier validation
         if not fit.precision.dtype: return
         # The cache lives as long as any autocast is open. This one changes nothing else.
