@@ -35,7 +35,7 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
     cb, opt = precision_callback(self), self.opt
     states = {**loaded_states(self)}                             # of a file that was loaded without that precision
     if cb is not None: states[cb.precision.state_key] = cb.precision.state_dict()
-    if cb is None and not states: return original(self, file, **kwargs)
+    if not states: return original(self, file, **kwargs)
     with ExitStack() as stack:
         if opt:
             of_optimizer = opt.state_dict
@@ -77,9 +77,8 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     with patch.object(self.opt, 'load_state_dict', load_state_dict): original(self, file, *args, **kwargs)
     # Not above: fastai turns each error of `load_state_dict` into a warning, and then the optimizer has no state.
     states = {cls.state_key: in_file[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in in_file}
-    own = states.pop(cb.precision.state_key, None) if cb is not None else None
+    if cb is not None and in_file: cb.load_state_dict(states.pop(cb.precision.state_key, None))
     if states: self.loaded_precision = states
-    if cb is not None and in_file: cb.load_state_dict(own)
     return self
 
 
