@@ -206,7 +206,7 @@ class Scaling:
     def end(self, failed: bool) -> None:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
         if self.gradients is Gradients.SCALED: self.unscale()
-        if self.learn.opt and (failed or self.step.found_inf):
+        if failed or self.step.found_inf:
             self.buffers.remember(True)
             self.learn.opt.zero_grad()
         self.cancel()
