@@ -210,7 +210,6 @@ class Scaling:
             self.buffers.remember(True)
             self.learn.opt.zero_grad()
         self.cancel()
-        self.history.read()
         if self.before_lr_find:
             self.scaler.load_state_dict(self.before_lr_find)
             self.history.forget_fit()
