@@ -103,7 +103,7 @@ def check_parallel(precision: Precision, model: nn.Module) -> None:
     modules would run the forward of the original.
     """
     parallel = [m for m in model.modules() if isinstance(m, nn.DataParallel)]
-    is_split = any(len(m.device_ids or ()) > 1 for m in parallel)
+    is_split = any(len(m.device_ids) > 1 for m in parallel)
     if is_split and (precision.dtype is not torch.float16 or precision.kept_in_fp32(model)):
         raise ValueError('nn.DataParallel supports only fp16 without fp32_modules: its replicas would not compute as '
                          f'`{precision!r}` says.\nUse DistributedDataParallel, or `learn.to_fp16()`.')
