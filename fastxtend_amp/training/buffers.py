@@ -1,6 +1,5 @@
 "The buffers of a model that a skipped step must not spoil, such as BatchNorm's statistics."
 from collections import defaultdict
-from itertools import chain
 from typing import Any
 
 import torch
@@ -38,9 +37,10 @@ class Buffers:
 
     def _alike(self) -> dict[Any, list[torch.Tensor]]:
         found = defaultdict(list)
-        for b in chain.from_iterable(map(dict.values, self.owners)):
-            if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
-            is_number = b.is_floating_point() and b.element_size() > 1   # 8-bit formats have few operators
-            if not (is_number and b.is_contiguous() and b.numel() < _LARGE): continue
-            found[b.device, b.dtype, b.shape].append(b.data)
+        for buffers in self.owners:
+            for b in buffers.values():
+                if type(b) is not torch.Tensor or b.is_inference() or b.layout is not torch.strided: continue
+                is_number = b.is_floating_point() and b.element_size() > 1   # 8-bit formats have few operators
+                if not (is_number and b.is_contiguous() and b.numel() < _LARGE): continue
+                found[b.device, b.dtype, b.shape].append(b.data)
         return found
