@@ -25,7 +25,7 @@ class LossScaleMetric(PrecisionMetric):
     """
     @property
     def value(self) -> float:
-        scale = (self.cb.scale if self.cb else None) or 0
+        scale = getattr(self.cb, 'scale', None) or 0
         return int(scale) if scale == int(scale) else scale      # shorter in fastai's table
 
 
