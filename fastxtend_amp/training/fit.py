@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from fastai.callback.core import CancelStepException
-from fastai.learner import Learner
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
@@ -54,9 +53,19 @@ class Fit(ExitStack):
         # Once more: loops over `one_batch` have no `before_fit`, after which callbacks may also have loaded weights.
         self.precision.prepare(self.learn)
         self.precision.check_training(self.learn)
-        warn_of_emulation(self.learn, self.precision, self.device)
+        self.warn_of_emulation()
         for context in self.precision.around_training(self.learn): self.enter_context(context)
         if self.scaling: self.scaling.buffers.look_at(self.model)
+
+    def warn_of_emulation(self) -> None:
+        "Warn, once for a learner, of a device that runs a precision without hardware for it."
+        precision, device = self.precision, self.device
+        support = precision.support(device)
+        if support.status != 'emulated': return
+        times = {'fp16': ', up to 125 times', 'bf16': ', up to 18 times'}.get(precision.kind.name, '')     # as measured
+        warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32"
+                  f"{times if device.type == 'cpu' else ''}.\nCall `learn.to_amp()`, which selects only what the "
+                  f"device accelerates; `learn.compare_precision('{precision.name}')` measures it.", self.learn)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."
@@ -84,16 +93,6 @@ class Fit(ExitStack):
             casts = self.model, [(p.data_ptr(), p._version) for p in known]
         if casts is None or casts != self.casts: torch.clear_autocast_cache()
         self.casts = casts
-
-
-def warn_of_emulation(learn: Learner, precision: Precision, device: torch.device) -> None:
-    "Warn, once for a learner, of a device that runs a precision without hardware for it."
-    support = precision.support(device)
-    if support.status != 'emulated': return
-    times = {'fp16': ', up to 125 times', 'bf16': ', up to 18 times'}.get(precision.kind.name, '')     # as measured
-    warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32"
-              f"{times if device.type == 'cpu' else ''}.\nCall `learn.to_amp()`, which selects only what the device "
-              f"accelerates; `learn.compare_precision('{precision.name}')` measures it.", learn)
 
 
 def check_parallel(precision: Precision, model: nn.Module) -> None:
