@@ -1,5 +1,4 @@
 "The cause of a failure in 16 bits, which a second run of the batch on a copy shows, and the remedy, with 'fix'."
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision, Watcher
 from ..training.fit import check_parallel
 from ..training.loop import precision_callback
-from .calls import advised
+from .calls import Call, advised
 from .copies import lost_weights, several_processes
 from .evidence import not_finite_data
 from .judge import Judge
@@ -42,18 +41,12 @@ class Alarm:
         return f'{self.kind.name} training failed: {self.what} (batch {self.step:,}{scale}).'
 
 
-class Remedy(NamedTuple):
-    "The change that 'fix' makes."
-    kind: type[Precision]
-    fp32_modules: Iterable[str] = ()         # besides those of the learner
-    init_scale: float | None = None          # None: the present one
-
-
 class Diagnosis(NamedTuple):
     "The cause of a failure, and what to try."
     advice: str
     cause: str
-    remedy: Remedy | None = None             # None if nothing helps
+    call: Call | None = None                 # what 'fix' changes to; None if nothing helps
+    init_scale: float | None = None          # None: the present one
 
     def __str__(self): return '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (self.advice, self.cause))
 
@@ -101,26 +94,25 @@ def _run_again(
         return Diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
-                         Remedy(Precision))
+                         Call(Precision()))
     largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
     if alarm.is_odd and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.advice:
         failed = [kind.name, *(made.precision for made in cb.fixes)]
-        remedy = Remedy(fastest_native(cb.fit.device, failed))
-        return Diagnosis(f'Use another precision: `{advised(learn, *remedy)}`', verdict.reason, remedy)
-    remedy = Remedy(kind, verdict.modules, verdict.init_scale)
+        call = advised(learn, fastest_native(cb.fit.device, failed))
+        return Diagnosis(f'Use another precision: `{call}`', verdict.reason, call)
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))
-        return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, remedy)
+        return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, verdict.advice, verdict.init_scale)
     if alarm.is_odd: return None
     if judge.scale == alarm.scale:
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time loss and gradients are finite in {kind.name}')
     return Diagnosis(f'Start lower: `{verdict.call}`',
                      f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
-                     f'{judge.scale:,.9g} they do not', remedy)
+                     f'{judge.scale:,.9g} they do not', verdict.advice, verdict.init_scale)
 
 
 # -- on_overflow='fix'
@@ -136,11 +128,10 @@ def apply_remedy(
     cb: MixedPrecision,
     alarm: Alarm,
     diagnosis: Diagnosis, # Of the alarm
-) -> bool: # False without a remedy, if the user's own change waits already, or with nn.DataParallel
-    "Apply the remedy when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    learn, remedy = cb.learn, diagnosis.remedy
-    if not remedy or cb.waiting: return False
-    call = advised(learn, *remedy)
+) -> bool: # False if nothing helps, if the user's own change waits already, or with nn.DataParallel
+    "Make the change when the batch ends, in the same callback: history, optimizer and loss scale continue."
+    learn, call = cb.learn, diagnosis.call
+    if not call or cb.waiting: return False
     new = call.precision
     try: check_parallel(new, learn.model)
     except ValueError: return False                              # only a warning
@@ -150,7 +141,7 @@ def apply_remedy(
         cb.close(failed=True)
         learn.opt.zero_grad()
         if recorder := vars(learn).get('recorder'): recorder.smooth_loss.reset()
-        if not remedy.init_scale: new.load_state_dict(cb.state_dict())
+        if not diagnosis.init_scale: new.load_state_dict(cb.state_dict())
         cb.precision = new
 
     cb.at_batch_end(switch)
