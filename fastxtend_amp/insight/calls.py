@@ -58,10 +58,7 @@ class Call:
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
         if not self.channels_last: return text
-        return f"{text}.to_channelslast({'use_amp=False' if self.is_fp32 else ''})"
-
-    @property
-    def is_fp32(self) -> bool: return self.precision.kind is Precision
+        return f"{text}.to_channelslast({'use_amp=False' if self.precision.kind is Precision else ''})"
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -79,7 +76,8 @@ class Call:
     ) -> None:
         "Make the call."
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
-        if not self.is_fp32: set_precision(learn, MixedPrecision(self.precision, **self.options | options))
+        if self.precision.kind is not Precision:
+            set_precision(learn, MixedPrecision(self.precision, **self.options | options))
         if self.channels_last: learn.to_channelslast(use_amp=False)
 
 
