@@ -233,6 +233,6 @@ class Judge:
 def smallest(names: list[str], helps: Callable) -> list[str]:
     "Return few of `names` that still help, by bisection; [] if none do."
     if not names or not helps(names): return []
+    if len(names) == 1: return names
     half = len(names) // 2
-    parts = (smallest(part, helps) for part in (names[:half], names[half:]) if half)
-    return next(filter(None, parts), names)
+    return smallest(names[:half], helps) or smallest(names[half:], helps) or names
