@@ -52,8 +52,9 @@ class Call:
             is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
             changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
             if 'scaler' in new.changed: changes['scaler'] = None # which has its own scale
-        options = {name: getattr(cb, name) for name in OPTIONS if cb}
-        return cls(new.like(**changes), {k: value for k, value in options.items() if value != OPTIONS[k].default})
+        options = {name: getattr(cb, name) for name, p in OPTIONS.items()
+                   if cb and getattr(cb, name) != p.default}
+        return cls(new.like(**changes), options)
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
