@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 from torch.nn import functional as F
 
 from ..compat import without_modes
@@ -196,7 +196,7 @@ class BackwardOnly(Callback):
         read_gradients: Callable, # Called with the model; `gradients` is what it returned
         read_loss: Callable = noop, # Called with the loss
     ):
-        self.read_gradients, self.read_loss = read_gradients, read_loss
+        store_attr()
 
     def before_batch(self):
         vars(self.learn).pop('loss_grad', None)                  # of the batch before
