@@ -162,8 +162,8 @@ def measure_and_choose(
     for cls in classes:
         v = verdicts.get(cls.name)
         if v is None: rows.append(Call.from_own(learn, cls))
-        elif v.call and not v.fails: rows.append(Call.from_own(learn, cls, v.modules, v.init_scale))
-        else: notes.append(f'{cls.name}: {v.reason}.')
+        elif v.verdict in ('do not use', 'cannot run') or not v.call: notes.append(f'{cls.name}: {v.reason}.')
+        else: rows.append(Call.from_own(learn, cls, v.modules, v.init_scale))
     result = compared(rounds, rows_of(learn, rows))
     result.notes[:0] = notes
     result.apply(learn)

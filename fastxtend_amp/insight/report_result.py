@@ -43,8 +43,6 @@ class Verdict:
 
     @property
     def is_safe(self) -> bool: return self.verdict in ('safe so far', 'safe with loss scaling')
-    @property
-    def fails(self) -> bool: return self.verdict in ('do not use', 'cannot run')
 
     def __str__(self):
         name, following = self.precision, f': `{self.call}`'
