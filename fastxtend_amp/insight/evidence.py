@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 import torch
+from fastcore.basics import first
 from torch import nn
 
 from ..precisions.matching import covers
@@ -36,9 +37,9 @@ def wrong_in_reference(reference: Recording, batches: object) -> str:
         in_16 = [bool(m.half_line) for m in modules if m.has_product]
         return '' if sum(in_16) <= len(in_16) / 2 else f'{own}, so there is no fp32 run to compare with'
     if bad := not_finite_data(batches): return bad
-    first = next((f', first in {named(m.name)}' for m in modules if m.failed), '')
-    if own: return f'the {reference.not_finite} is not finite{first}, but the reference is not fp32: {own}'
-    return f'the {reference.not_finite} is not finite in fp32 either{first}, so precision is not the cause'
+    begins = next((f', first in {named(m.name)}' for m in modules if m.failed), '')
+    if own: return f'the {reference.not_finite} is not finite{begins}, but the reference is not fp32: {own}'
+    return f'the {reference.not_finite} is not finite in fp32 either{begins}, so precision is not the cause'
 
 
 def not_fp32(reference: Recording) -> str:
@@ -51,7 +52,7 @@ def not_fp32(reference: Recording) -> str:
 
 def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 of 24 values of ...'
     "Describe which tensor of a batch has NaN or inf; '' if none has. -inf may be a mask."
-    t = next(filter(n_nan_or_inf, readable(batch)), None)
+    t = first(readable(batch), n_nan_or_inf)
     if t is None: return ''
     return (f'the batch itself is not finite: {n_nan_or_inf(t):,} of {t.numel():,} values of its tensor of shape '
             f'{tuple(t.shape)} are NaN or inf')
@@ -79,7 +80,7 @@ def _fault(m, precision):
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * CLOSE > limit and not covers(precision.fp32_modules or (), m.name)
-    lost = next((constant for constant, is_needed in m.constants.items() if is_needed), None)
+    lost = first(constant for constant, is_needed in m.constants.items() if is_needed)
     if m.failed and size <= limit: return f'a value in {where} is NaN or inf in {name}, but finite in fp32'
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'

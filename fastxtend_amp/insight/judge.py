@@ -3,7 +3,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fastcore.basics import noop
+from fastcore.basics import first, noop
 
 from ..messages import first_line
 from ..precisions import Precision
@@ -116,7 +116,7 @@ class Judge:
     @property
     def first_run(self) -> Recording | None:
         "The first run that no error ended; None if there is none."
-        return next((run for run in self.runs if not run.error), None)
+        return first(run for run in self.runs if not run.error)
 
     def _verdict(self, verdict, **fields):
         reason = '; '.join(self.found)
@@ -128,7 +128,7 @@ class Judge:
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
         is_backward = run.not_finite == 'gradient' and not (harmed or run.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
-        new = self._can_be_kept(harmed, run) or self._found_by_trial(run, next(iter(harmed), None), is_backward)
+        new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), is_backward)
         if new and is_backward: self.scale = self.present_scale    # it was not the scale that failed
         self.keep += new
         return bool(new)

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastcore.basics import patch
+from fastcore.basics import first, patch
 from fastcore.foundation import L
 
 from ..devices.cuda_rules import cuda_rules
@@ -133,7 +133,7 @@ class _Work:
         verdict = judge.verdict()
         is_advised = bool(verdict.advice) and not verdict.again
         verdict.is_emulated = status == 'emulated' and is_advised and not self.simulated
-        lacking = next((run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error)), None)
+        lacking = first(run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error))
         if not lacking: return verdict
         return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
                        f'which CUDA may have: {lacking.error}')
