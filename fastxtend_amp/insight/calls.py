@@ -13,7 +13,7 @@ from torch import nn
 from ..learners import training_device
 from ..precisions import PRECISIONS, Precision
 from ..precisions.base import written
-from ..precisions.matching import is_depthwise, is_grouped, match_modules, unwrapped
+from ..precisions.matching import is_depthwise, is_grouped, match_modules
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback, set_precision
 from ..training.methods import OPTIONS
@@ -120,7 +120,7 @@ def rows_of(
 
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
-    model, device = unwrapped(learn.model), training_device(learn)
+    model, device = learn.model, training_device(learn)
     plain = {row.name: row for row in (Call(Precision()), *rows)}
     native = [row for row in plain.values() if row.precision.support(device).status == 'native']
     low = next((row for row in native if row.precision.dtype), None)

@@ -14,7 +14,6 @@ from fastai.learner import Learner
 from ..devices.cost import allocated, wait_for
 from ..learners import training_device
 from ..messages import first_line
-from ..precisions.matching import unwrapped
 from ..training.loop import precision_callback, run_outermost
 from .calls import Call
 from .copies import begin_fit, copied_learner, run_batch
@@ -87,7 +86,7 @@ class Trial:
         "Measure what only the end of a training shows: skipped steps, and the distance of the weights."
         if cb := precision_callback(self.copy):
             self.skipped, self.scale = sum(cb.skips), cb.scale or math.nan
-        pairs = zip(self.copy.model.parameters(), unwrapped(self.learn.model).parameters())
+        pairs = zip(self.copy.model.parameters(), self.learn.model.parameters())
         distances = [torch.dist(now.data, p.data.to(now)) for now, p in pairs if is_plain(now)]
         self.moved = math.hypot(*distances) / len(self.losses)
 
