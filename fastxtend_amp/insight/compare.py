@@ -133,7 +133,7 @@ def compare_precision(self: Learner,
     - any error of the model in fp32
     """
     rounds = Rounds(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
-    classes = native_precisions(self) if precisions is None else [*map(find_precision, L(precisions))]
+    classes = native_precisions(self) if precisions is None else L(precisions).map(find_precision)
     result = compared(rounds, rows_of(self, [Call.from_own(self, cls) for cls in classes]))
     if precisions is None and not classes: result.notes[:0] = [_NOTHING_NATIVE]
     return result

@@ -14,7 +14,6 @@ from fastai.callback.hook import HookCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
-from fastcore.foundation import L
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -73,7 +72,7 @@ _SILENT = dict(scaler=None, logger=noop, save=noop, load=noop, export=noop)
 
 
 def _copy(learn, optimizer):
-    new, cbs = object.__new__(type(learn)), L(filter(runs_on_copy, learn.cbs))
+    new, cbs = object.__new__(type(learn)), learn.cbs.filter(runs_on_copy)
     loaders = [*getattr(learn.dls, 'loaders', ()), vars(learn).get('dl')]
     shared = learn.lock, learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)
     memo = {id(o): o for o in shared} | {id(learn): new}

@@ -64,7 +64,7 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    kinds = [*map(find_precision, L(precisions))]
+    kinds = L(precisions).map(find_precision)
     if not kinds or any(not kind.dtype for kind in kinds):
         raise ValueError(f"precisions={precisions!r} cannot be used: pass 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(max_seconds=max_seconds)
