@@ -16,7 +16,7 @@ from ..precisions import find_precision
 from .calls import Call, native_precisions, rows_of
 from .copies import note_of_left_out, several_processes
 from .display import Shown
-from .recommendation import COLUMNS, Speed, last_fifth, recommend, tolerance
+from .recommendation import COLUMNS, Speed, recommend, tolerance
 from .rounds import FOR_REPORT, N_SEEDS, N_STEPS, Rounds
 
 _NOTHING_NATIVE = ("This device runs nothing else natively. To compare what it emulates, name it: "
@@ -188,7 +188,7 @@ def compared(
     rounds.compare(rows)
     n, base, trials = rounds.n_compared, rounds.base, rounds.trials
     table = pd.DataFrame({name: _row(trial, base, n) for name, trial in trials.items()}).T.infer_objects()
-    tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in rounds.seeds], last_fifth(n))
+    tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in rounds.seeds])
     changes = {name: (row.precision.scales_loss, len(row.changes)) for name, row in rows.items()}
     recommended, reason = recommend(table, tolerated, changes, rounds.spent)
     return PrecisionComparison(

@@ -66,8 +66,7 @@ def last_fifth(n: int) -> int:
 
 def tolerance(
     losses: Sequence[float], # Of each step in fp32
-    seeds: Sequence[float], # Mean of the last steps in runs with other seeds; NaN and inf do not count
-    n_last: int, # Number of last steps
+    seeds: Sequence[float], # Mean of the last fifth in runs with other seeds; NaN and inf do not count
 ) -> tuple[float, str]: # It, and what it is
     """Return the amount by which the loss of another precision may lie above the fp32 loss.
 
@@ -76,9 +75,9 @@ def tolerance(
     once, the first is a tenth of the loss, at most half of that range, or two standard deviations of the last steps.
     """
     seeds = [*filter(math.isfinite, seeds)]
-    last, n = losses[-n_last:], 1 + len(seeds)
+    last, n = losses[-last_fifth(len(losses)):], 1 + len(seeds)
     loss = float(np.mean(last))
-    half_range = float(np.ptp(losses)) / 2 if len(losses) > n_last else math.inf   # a loss may have any constant in it
+    half_range = float(np.ptp(losses)) / 2 if len(losses) > 1 else math.inf   # a loss may have any constant in it
     if seeds:
         spread = _INTERVAL.get(n, 2.6) * float(np.std([loss, *seeds], ddof=1))
         why = f'the spread of {n} fp32 training runs'

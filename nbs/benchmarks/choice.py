@@ -173,7 +173,7 @@ def simulate(trials: int = 400, most: int = 60) -> str:
             taken = 0
             for _ in range(10 * trials):
                 first, other, *seeds = 1 + .05 * rng.standard_normal(2 + n_seeds)
-                taken += other + .05 * worse - first <= tolerance([2., first], seeds, 1)[0]
+                taken += other + .05 * worse - first <= tolerance([2., first], seeds)[0]
             lines.append(f'| {n_seeds} | {worse} | {10 * taken / trials:.0f} % |')
     return '\n'.join(lines + simulate_contests(trials // 2))
 
