@@ -25,7 +25,7 @@ from ..tensors import map_tensors
 from ..training.loop import precision_callback
 from .calls import Call
 from .random_states import random_state_kept
-from .values import readable_weights
+from .values import all_finite, readable_weights
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def check_above_0(**values: float) -> None: # By name
 def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
     "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
     weights = readable_weights(model)
-    lost = [name for name, p in weights.items() if not p.isfinite().all()]
+    lost = [name for name, p in weights.items() if not all_finite(p)]
     return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
 
 
