@@ -66,7 +66,7 @@ class PrecisionComparison(Shown):
     def _parts(self):
         yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
         table = self.table.drop(columns=['rounds', *COLUMNS[1:], 'weights moved', 'note'])
-        table['speed-up'] = [str(Speed(*row)) for row in self.table[[*COLUMNS]].values]
+        table['speed-up'] = [str(Speed(*row)) for row in self.table[COLUMNS].values]
         yield table.dropna(axis=1, how='all')
         dropped = self.table['note'][self.table['support'] == 'dropped'].items()     # `reason` has the errors
         yield '\n'.join([f'{name}: {note}.' for name, note in dropped] + self.notes)

@@ -12,7 +12,7 @@ from .display import some
 
 WORTH = 1.05            # smallest speed-up that is recommended
 FEWEST_ROUNDS = 6       # for an interval
-COLUMNS = 'speed-up', 'speed-up low', 'speed-up high'            # of a table that holds a `Speed`
+COLUMNS = ['speed-up', 'speed-up low', 'speed-up high']          # of a table that holds a `Speed`
 _HOPELESS = .5          # speed-up after which one round is enough
 _WIDTH = 2.2            # of the interval; 1.57 for a single look
 # One-sided 95% prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
@@ -109,7 +109,7 @@ def recommend(
                         'whether batches have targets, and whether `splitter` returns parameters of the model.')
     dropped = [*table.index[table['support'] == 'dropped']]
     others = table.drop(['fp32', *dropped])
-    speeds = {name: Speed(*speed) for name, *speed in others[[*COLUMNS]].itertuples()}
+    speeds = {name: Speed(*speed) for name, *speed in others[COLUMNS].itertuples()}
     faults = {name: _fault(row, tolerated) for name, row in others.iterrows()}
     good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not faults[name]}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
