@@ -171,7 +171,7 @@ def begin_fit(
     if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
     copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    for event in 'before_fit', 'before_epoch', 'before_train': copy(event)
+    copy(['before_fit', 'before_epoch', 'before_train'])
 
 
 def run_batch(copy: Learner, i: int, batch: Any) -> None:
