@@ -167,9 +167,9 @@ class _Work:
                    f'{some(map(named, reference.unreadable))}.')
         for name, judge in judges:
             if not judge.first_run: continue                     # this precision cannot run
-            layers = judge.first_run.precision.rounding(self.learn.model)
-            names = some(map(named, layers))
-            if layers: yield f'{name}: the rounding of {names} was simulated; no {name.upper()} kernel was run.'
+            if layers := judge.first_run.precision.rounding(self.learn.model):
+                yield (f'{name}: the rounding of {some(map(named, layers))} was simulated; no {name.upper()} kernel '
+                       'was run.')
         distances = {name: judge.distance for name, judge in judges if judge.distance}
         yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
         for name, distance in distances.items():
@@ -197,10 +197,10 @@ class _Work:
         if errors: yield f'Predictions differ from those in fp32 by {by}{nearest}.'
 
     def _looked_at(self, n_gradients):
-        n, n_samples = len(self.sample.batches), n_items(self.drawn[0])
+        n = len(self.sample.batches)
         batches = '1 batch' if n == 1 else f'{n:,} batches'
-        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {n_samples:,} samples '
-               'each. Other batches (`n_batches`) and later weights may flag other modules.')
+        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {n_items(self.drawn[0]):,} '
+               'samples each. Other batches (`n_batches`) and later weights may flag other modules.')
         if names := [name for name, judge in self.judges.items() if judge.sample.is_small]:
             yield (f'To save time, looked at {n_items(self.small_sample.batches[0]):,} of these samples and at no '
                    f'gradients in {" and ".join(names)}, which this device emulates.')

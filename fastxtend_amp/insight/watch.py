@@ -136,8 +136,8 @@ class FailureWatcher(Watcher):
                   'to batch.')
         if far := seen.divergence(learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
         seen.has_said = True
-        name = self.cb.fit.precision.name
-        self._warn_or_raise(f'{name}: a loss or a prediction in validation is NaN or inf.\n{advice}')
+        self._warn_or_raise(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n'
+                            f'{advice}')
 
     def _check_recorded(self):
         "Look at the loss that the Recorder has read, off the CPU; in distributed runs it is the mean of all processes."
