@@ -1,6 +1,5 @@
 "The cause of a failure in 16 bits, which a second run of the batch on a copy shows, and the remedy, with 'fix'."
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,7 @@ from .values import has_finite_results, tensors
 _BAD = 'Check the data: no precision can train on these values'
 
 
-@dataclass
-class Alarm:
+class Alarm(NamedTuple):
     "A sign that training failed, and the step it was seen in."
     what: str
     kind: type[Precision]
