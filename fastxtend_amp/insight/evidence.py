@@ -66,8 +66,8 @@ def harm(
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
     if run.error: return _failing(run, modules)
-    faults = ((m, _fault(m, run.precision)) for m in run.modules.values())
-    return {m.name: fault + _undone_cast(m, run.precision) for m, fault in faults if fault}
+    return {m.name: fault + _undone_cast(m, run.precision) for m in run.modules.values()
+            if (fault := _fault(m, run.precision))}
 
 
 def _undone_cast(m, precision):
