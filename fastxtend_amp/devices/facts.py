@@ -21,10 +21,10 @@ def cpu_features() -> frozenset[str]: # Such as 'avx512_bf16' and 'amx_bf16' on 
     return frozenset(features)
 
 
-def amd_architecture(device: torch.device) -> str | None: # Such as 'gfx942' for an MI300X; None on NVIDIA
+def amd_architecture(device: torch.device) -> str: # Such as 'gfx942' for an MI300X; '' on NVIDIA
     "Return the architecture of an AMD GPU, PyTorch's `gcnArchName` without its flags."
-    if not torch.version.hip: return None
-    return getattr(torch.cuda.get_device_properties(device), 'gcnArchName', '').partition(':')[0]
+    if not torch.version.hip: return ''
+    return torch.cuda.get_device_properties(device).gcnArchName.partition(':')[0]
 
 
 @lru_cache

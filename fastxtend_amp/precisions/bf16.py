@@ -10,12 +10,11 @@ from .base import Precision, Support, cpu_support, xla_support
 
 
 def _cuda(device: torch.device) -> Support:
-    amd = facts.amd_architecture(device)
-    if amd is not None:
+    if amd := facts.amd_architecture(device):
         if re.match('gfx10', amd): return Support('unsupported', f'{amd} (RDNA 1 and 2) has no bf16 instructions')
         no_cdna = re.match('gfx9(?!08|0a|4|5)', amd)
         if no_cdna: return Support('emulated', f'{amd} has no bf16 arithmetic (CDNA GPUs do)')
-        return Support('native', f'ROCm {amd}'.strip())
+        return Support('native', f'ROCm {amd}')
     major, minor = torch.cuda.get_device_capability(device)
     capability = f'compute capability {major}.{minor}'
     if major >= 8: return Support('native', capability + ', tensor cores')

@@ -16,8 +16,7 @@ _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability
 
 
 def _cuda(device: torch.device) -> Support:
-    amd = facts.amd_architecture(device)
-    if amd is not None: return Support('native', f'ROCm {amd}'.strip())
+    if amd := facts.amd_architecture(device): return Support('native', f'ROCm {amd}')
     capability = torch.cuda.get_device_capability(device)
     words = 'compute capability {}.{}'.format(*capability)
     if capability < (5, 3): return Support('emulated', f'{words}: fp16 arithmetic needs 5.3')

@@ -86,7 +86,7 @@ class FP8(BF16):
     def support(cls, device: torch.device) -> Support:
         bf16 = BF16.support(device)
         if bf16.status == 'unsupported': return bf16
-        nvidia = device.type == 'cuda' and facts.amd_architecture(device) is None
+        nvidia = device.type == 'cuda' and not facts.amd_architecture(device)
         if nvidia and torch.cuda.get_device_capability(device) >= (8, 9): return Support('native', bf16.why)
         return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9 or higher')
 

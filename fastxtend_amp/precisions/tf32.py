@@ -28,8 +28,8 @@ class TF32(Precision):
     def support(cls, device: torch.device) -> Support:
         if device.type != 'cuda': return _NEEDS
         if why := facts.missing(device): return Support('unsupported', why)
-        amd = facts.amd_architecture(device)
-        if amd is not None: return Support('native', f'ROCm {amd}') if amd in ('gfx940', 'gfx941', 'gfx942') else _NEEDS
+        if amd := facts.amd_architecture(device):
+            return Support('native', f'ROCm {amd}') if amd in ('gfx940', 'gfx941', 'gfx942') else _NEEDS
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8: return Support('unsupported', f'compute capability {major}.{minor}: TF32 needs 8.0')
         return Support('native', f'compute capability {major}.{minor}, tensor cores')

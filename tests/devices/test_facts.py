@@ -27,7 +27,7 @@ def pose(monkeypatch, kind, chip):
         (torch.cuda, 'device_count', 1),
         (torch.cuda, 'get_device_capability', capability),
         (torch.cuda, 'get_device_name', name),
-        (torch.cuda, 'get_device_properties', SimpleNamespace(name=name, gcnArchName=number if amd else '')),
+        (torch.cuda, 'get_device_properties', SimpleNamespace(gcnArchName=number)),
         (torch.xpu, 'is_available', kind == 'xpu'),
         (torch.xpu, 'get_device_capability', lacks),
         (torch.backends.mps, 'is_available', kind == 'mps'),
