@@ -1,7 +1,4 @@
 "Training in bf16 without fp32 master weights: weights, gradients and optimizer state are bf16 during a fit."
-from __future__ import annotations
-
-import copy
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -68,11 +65,9 @@ class BF16Weights:
         self.opt = inner_optimizer(learn.opt)
         self.rest: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(params)
 
-    def __deepcopy__(self, memo: dict) -> BF16Weights:
-        new = object.__new__(BF16Weights)
-        new.opt, new.rest = copy.deepcopy((self.opt, self.rest), memo)
-        new.__exit__()
-        return new
+    def __setstate__(self, state: dict[str, Any]) -> None: # Of a copy
+        vars(self).update(state)
+        self.__exit__()
 
     def __enter__(self) -> None:
         for p in self.rest: self._convert(p, torch.bfloat16)
