@@ -25,13 +25,13 @@ class Forward:
         remove_forwards(module)                                  # of a copy made in a fit
         self.module, self.active = module, True
         _ = module.forward                                       # TorchScript puts it on the instance when it is read
-        self.before = {k: v for k, v in vars(module).items() if k == 'forward'}   # a forward on the instance
+        self.before = vars(module).get('forward')                # on the instance; None if there is only the class's
 
     def __getstate__(self) -> dict[str, Any]: return {**vars(self), 'active': False}
 
     @property
     def plain(self) -> Callable: # Made at each call: before PyTorch 2.14 Dynamo guards a stored method by its id
-        return self.before.get('forward') or partial(type(self.module).forward, self.module)
+        return self.before or partial(type(self.module).forward, self.module)
 
 
 def forward_of(module: nn.Module) -> Any:
@@ -47,9 +47,8 @@ def remove_forwards(model: nn.Module) -> None:
 
 
 def _restore(module: nn.Module, forward: Forward) -> None:
-    attributes = vars(module)
-    del attributes['forward']
-    attributes.update(forward.before)
+    del vars(module)['forward']
+    if forward.before: vars(module)['forward'] = forward.before
 
 
 @contextmanager
