@@ -13,7 +13,7 @@ from fastai.torch_core import set_seed
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ..precisions import PRECISIONS
+from ..insight.calls import native_precisions
 from .device import add_device, usable_device
 from .support import precision_support
 
@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not os.access(args.out.parent, os.W_OK):
         parser.error(f'--out {args.out}: {args.out.parent} is not a folder, or not writable')
     if not args.max_seconds > 0: parser.error(f'--max-seconds {args.max_seconds:g}: it must be above 0')
-    device, native = usable_device(parser, args.device), list[str]()
+    device = usable_device(parser, args.device)
     for r in precision_support(device).itertuples():
-        if r.support == 'native' and not PRECISIONS[r.precision].package: native.append(r.precision)
         print(f'{r.precision} is {r.support} on this device ({r.why}).')
     learn = learner(device)
+    native = [cls.name for cls in native_precisions(learn)]
     result: Any
     if native:
         print(f"Training in {', '.join(['fp32', *native])}, in alternating rounds, for at most {args.max_seconds:.0f} "
