@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import get_model, rank_distrib
-from torch import distributed
 
 from ..learners import is_dtensor, is_sharded, optimizer_params
 from .files import convert_files
@@ -54,5 +53,4 @@ def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: An
         return original(self, file, *args, **kwargs)
 
 
-if distributed.is_available():                                   # a mesh of devices needs `torch.distributed`
-    convert_files(lambda learn: distributed.is_initialized() and is_sharded(learn.model), _whole, _load)
+convert_files(lambda learn: is_sharded(learn.model), _whole, _load)
