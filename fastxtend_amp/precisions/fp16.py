@@ -73,8 +73,9 @@ class FP16(Precision):
     ):
         super().__init__(fp32_modules)
         check_bool(enabled=enabled)
-        for name, scale in (('init_scale', init_scale), ('loss_scale', 1. if loss_scale is None else loss_scale)):
-            check_argument(name, scale, _is_scale, f'a number from 2**-24 to {_LARGEST:.2g}')
+        scales = f'a number from 2**-24 to {_LARGEST:.2g}'
+        check_argument('init_scale', init_scale, _is_scale, scales)
+        if loss_scale is not None: check_argument('loss_scale', loss_scale, _is_scale, scales)
         check_argument('growth_factor', growth_factor, lambda x: 1 < x <= _LARGEST, 'above 1')
         check_argument('backoff_factor', backoff_factor, lambda x: 0 < x < 1, 'between 0 and 1')
         check_integer(1, growth_interval=growth_interval)
