@@ -64,7 +64,7 @@ def precision_report(
 
 
 class _Arguments(Call):
-    "What a verdict advises, for a loop without a learner."
+    "A call that a verdict advises, as the precision and its arguments: a loop has no learner to call."
     def __str__(self): # 'fp16, init_scale=1024'
         return ', '.join(filter(None, [self.precision.name, written(self.precision.changed)]))
 

@@ -63,7 +63,7 @@ class Call:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        "What a variant of a precision changes, in words."
+        "The changes that make a row a variant of its precision, in words."
         return (*self.layers, 'channels last') if self.channels_last else self.layers
 
     @property
@@ -132,7 +132,7 @@ def rows_of(
 
 
 def _with_layers(row, model):
-    "Iterate over variants that keep depthwise or grouped convolutions in fp32, if the model has others."
+    "Iterate over variants that also keep depthwise or grouped convolutions in fp32, if some are not yet."
     p = row.precision
     in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
     for of_type in is_depthwise, is_grouped:

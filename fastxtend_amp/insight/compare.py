@@ -187,8 +187,7 @@ def compared(
     "Train in all rows, and return what that shows."
     rounds.compare(rows)
     n, base, trials = rounds.n_compared, rounds.base, rounds.trials
-    table = pd.DataFrame([_row(trial, base, n) for trial in trials.values()],
-                         index=[*trials])
+    table = pd.DataFrame([_row(trial, base, n) for trial in trials.values()], index=[*trials])
     tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in rounds.seeds])
     changes = {name: (row.precision.scales_loss, len(row.changes)) for name, row in rows.items()}
     recommended, reason = recommend(table, tolerated, changes, rounds.spent)

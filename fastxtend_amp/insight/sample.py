@@ -82,6 +82,7 @@ class Sample:
         "Run the batches as in validation; record predictions; return whether they and the losses are finite."
         finite = True
         for batch in self.batches:
+            copy.pred = None                                     # a callback may cancel the batch
             copy._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
             finite &= has_finite_results(copy)
             recording.predictions += readable(copy.pred)
@@ -144,6 +145,7 @@ def gradient_distance(
             low.add_cb(h)
             for i, batch in enumerate(batches):
                 state = random_state()
+                g.gradients = h.gradients = None                 # a callback may cancel the batch
                 for copy in reference, low:
                     set_random_state(state)
                     run_batch(copy, i, batch)
@@ -200,7 +202,6 @@ class BackwardOnly(Callback):
 
     def before_batch(self):
         vars(self.learn).pop('loss_grad', None)                  # of the batch before
-        self.gradients = None
 
     def after_loss(self):
         learn = self.learn

@@ -40,9 +40,10 @@ def match_modules(
     """
     places, found = list(qualified_names(model)), set[str]()
     matched: dict[str, nn.Module] = {}
+    computing = [(name, m) for name, m in places if not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
     for part, test in tests_of(spec, argument):
         hits = [name for name, m in places if test(name, m)]
-        if not hits:
+        if not any(covers(hits, name) for name, _ in computing): # an empty `nn.ModuleList` means no module
             names = [name for name, _ in places]
             near = difflib.get_close_matches(str(part), names, 4, .5) or names[:4]
             hint = ' Pass a type as `nn.LayerNorm`, not as a string.' if isinstance(part, str) else ''
@@ -50,9 +51,8 @@ def match_modules(
             raise ValueError(f"{argument}={part} matches no module of the model.\nModules: {', '.join(near)} ...\n"
                              f'`learn.model.named_modules()` gives all names.{hint}')
         found.update(hits)
-    for name, m in places:                                       # a module comes before those in it
-        means_itself = not isinstance(m, (nn.ModuleList, nn.ModuleDict))
-        if means_itself and covers(found, name) and not covers(matched, name): matched[name] = m
+    for name, m in computing:                                    # a module comes before those in it
+        if covers(found, name) and not covers(matched, name): matched[name] = m
     return matched
 
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest, torch
+from fastai.callback.core import CancelBatchException
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,7 +11,7 @@ from fastxtend_amp.insight.calls import Call
 from fastxtend_amp.insight.sample import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
-from states import Act
+from states import Act, InStep
 
 
 class KeyPoint(nn.Module):
@@ -75,6 +76,17 @@ def test_random_draws_are_the_same_in_both_precisions():
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 1))
     assert distance(learner(model)) < 0.05
     assert distance(learner(model), keep=['(model)']) == 0
+
+
+@pytest.mark.parametrize('first', [0, 1])
+def test_batches_that_a_callback_cancels_do_not_count(first):
+    def cancel(learn):
+        if learn.training and learn.iter % 2 == first:
+            raise CancelBatchException
+
+    learn = learner(cbs=InStep('before_batch', cancel))
+    found = gradient_distance(learn, [*learn.dls.train], Call.from_own(learn, find_precision('bf16')).precision)
+    assert found.n == 3 and found.ratio < 1
 
 
 def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():

@@ -69,8 +69,10 @@ def test_what_can_be_named(spec, names):
 def test_modules_themselves_lists_and_names_inside_wrappers():
     model = Attentive()
     assert kept(model, model.attn) == ['attn']
-    with pytest.raises(ValueError, match='matches no module'):
-        kept(model, Attentive().attn)
+    model.empty = nn.ModuleList()
+    for nothing in (Attentive().attn, 'empty'):
+        with pytest.raises(ValueError, match='matches no module'):
+            kept(model, nothing)
     for outer in (torch.compile(model, backend='eager'), nn.DataParallel(model)):
         assert kept(outer, 'attn') == ['attn']
     model.attn = torch.compile(model.attn, backend='eager')
