@@ -1,6 +1,4 @@
 "`precision_support`: which precisions the devices of this machine run natively, emulated, or not at all."
-from itertools import product
-
 import pandas as pd
 import torch
 
@@ -26,7 +24,6 @@ def precision_support(
         here = ', '.join(map(str, facts.all_devices()))
         raise ValueError(f'device={device!r} cannot be used: it must be a device that PyTorch knows; this machine has '
                          f'{here}.') from e
-    precisions = [cls for cls in PRECISIONS.values() if cls.in_tables]
-    pairs = product(devices, precisions)
-    rows = [(str(on), cls.name, *cls.support(on)) for on, cls in pairs]
+    rows = [(str(on), cls.name, *cls.support(on))
+            for on in devices for cls in PRECISIONS.values() if cls.in_tables]
     return _Table(rows, columns=['device', 'precision', 'support', 'why'])
