@@ -17,9 +17,8 @@ from ..training.callback import WATCHERS
 from . import report                                             # adds `Learner.precision_report`
 from .any_loop import precision_report
 from .compare import PrecisionComparison, measure_and_choose
-from .diagnosis import Fp32Evaluation
 from .report_result import PrecisionReport
 from .watch import ErrorNote, FailureWatcher, UnusedModules
 
 _core.measure_and_choose = measure_and_choose
-WATCHERS += [FailureWatcher, Fp32Evaluation, UnusedModules, ErrorNote]
+WATCHERS += [FailureWatcher, UnusedModules, ErrorNote]

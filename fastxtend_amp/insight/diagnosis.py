@@ -1,23 +1,20 @@
 "The cause of a failure in 16 bits, which a second run of the batch on a copy shows, and the remedy, with 'fix'."
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from fastai.learner import Learner
 
-from ..messages import warn_user
 from ..precisions import Precision, fastest_native
-from ..training.callback import MixedPrecision, Watcher
+from ..training.callback import MixedPrecision
 from ..training.fit import check_parallel
 from ..training.loop import precision_callback
 from .calls import Call, advised
 from .copies import lost_weights, several_processes
 from .evidence import not_finite_data
 from .judge import Judge
-from .random_states import RandomState, random_state, set_random_state
+from .random_states import RandomState
 from .operations import named
-from .sample import Sample, run_again, running_copy
-from .values import has_finite_results, tensors
+from .sample import Sample
 
 _BAD = 'Check the data: no precision can train on these values'
 
@@ -146,52 +143,3 @@ def apply_remedy(
     cb.fixes.append(Fix(alarm.step, alarm.kind.name, str(call)))
     print(f'{alarm.happened} The next batches train with `{call}`.')
     return True
-
-
-class Fp32Evaluation(Watcher):
-    """Results of `validate`, `get_preds`, `predict` and `tta` in fp32, where 16 bits fail, with `on_overflow='fix'`.
-
-    A batch with NaN or inf runs again in fp32, on a copy. If loss and predictions are finite there, they count, in
-    metrics as well; otherwise nothing changes. Models that keep state from batch to batch are not corrected either: the
-    state that is copied already includes this batch. One warning at the end says how many there were, and why.
-    """
-    n_replaced = 0                                               # of this call, or this epoch of a fit
-    diagnosis: Any = None                                        # of the first
-
-    def before_epoch(self): self.n_replaced = 0                  # once for `tta`, with several validations
-
-    def after_loss(self):
-        "Look at predictions and loss; autocast is off already."
-        cb, learn = self.cb, self.cb.learn
-        if learn.training or cb.on_overflow != 'fix' or not cb.fit.precision.dtype: return
-        if several_processes() or has_finite_results(learn): return      # a model would wait for the others
-        state = random_state()
-        if not (results := _fp32_results(learn, state)): return
-        if not self.n_replaced:
-            scale, batch = learn.scaler.get_scale(), (learn.xb, learn.yb)
-            alarm = Alarm('a batch is not finite', cb.precision.kind, scale, 0, batch, state)
-            self.diagnosis = diagnose(learn, alarm, '')
-        vars(learn).update(results)
-        self.n_replaced += 1
-
-    def after_epoch(self):
-        "Say how many batches were replaced."
-        n, self.n_replaced = self.n_replaced, 0
-        if not n: return
-        batches = 'batch' if n == 1 else 'batches'
-        warn_user(f'{self.cb.precision.kind.name}: {n:,} {batches} of a validation or prediction had NaN or inf in 16 '
-                  f'bits, and were re-run in fp32; the fp32 results are used.\n{self.diagnosis}')
-    after_fit = after_epoch                                      # `tta` ends with it
-
-
-def _fp32_results(learn, state): # In the middle of a batch
-    "Return predictions and loss of a copy in fp32; None if they fail, are not finite, or change in a second run."
-    runs = []
-    with suppress(Exception), running_copy(learn, Precision(), in_batch=True) as copy, torch.no_grad():
-        for i in range(2):
-            set_random_state(state)
-            run_again(copy, i, (learn.xb, learn.yb))
-            runs.append({name: vars(copy).get(name) for name in ('pred', 'loss', 'loss_grad')})
-        first, second = map(tensors, runs)
-        if all(map(torch.equal, first, second)) and has_finite_results(copy): return runs[0]
-    return None

@@ -182,8 +182,7 @@ class Judge:
 
     def _scales(self, run):
         "Return the range of loss scales that work, and where to start if the first one is outside or close to its end."
-        is_trained = any(m.grad for m in run.reference.modules.values())         # not in evaluation
-        if not is_trained or not self.kind.scales_loss or self.sample.is_small: return None, None
+        if not self.kind.scales_loss or self.sample.is_small: return None, None
         least, most = loss_scales(run)
         most = self.scale if self.scale < self.present_scale else max(most, self.scale)
         least = min(least, most)

@@ -204,10 +204,7 @@ class BackwardOnly(Callback):
         vars(self.learn).pop('loss_grad', None)                  # of the batch before
 
     def after_loss(self):
-        learn = self.learn
-        loss = vars(learn).get('loss_grad')                      # without targets a callback may set it
-        if not (learn.training or learn.yb):                     # items to predict: these have to be finite
-            loss = sum(t.float().mean() for t in readable(learn.pred))
+        loss = vars(self.learn).get('loss_grad')                      # without targets a callback may set it
         if loss is not None: self.read_loss(loss)
 
     def after_backward(self):

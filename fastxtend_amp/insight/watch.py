@@ -131,9 +131,8 @@ class FailureWatcher(Watcher):
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         results = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if all((t < math.inf).all() for t in results): return
-        advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, `on_overflow='fix'` does so "
-                  'for each such batch, and names the modules to keep in fp32; unless the model keeps state from batch '
-                  'to batch.')
+        advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, "
+                  '`learn.precision_report(dl=learn.dls.valid)` names modules to keep in fp32.')
         if far := seen.divergence(learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
         seen.has_said = True
         self._warn_or_raise(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n'

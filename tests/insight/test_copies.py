@@ -119,6 +119,14 @@ def test_what_hangs_on_the_learner_is_copied():
     assert len(learn.history['losses']) == learn.seen == 6
 
 
+def test_the_data_of_an_earlier_prediction_is_not_copied():
+    learn, data = learner(), dataset()
+    data.lock = threading.Lock()
+    learn.get_preds(dl=torch.utils.data.DataLoader(data, 4))
+    with copied_learner(learn, FP32) as copy:
+        assert copy.dl.dataset is data
+
+
 def test_copies_of_two_threads_come_one_after_the_other():
     "Random states and warnings belong to the process, and must be restored in order."
     filters, order, begun, rng = [*warnings.filters], [], threading.Event(), []

@@ -1,5 +1,7 @@
 "`on_overflow='fix'`: what is applied, that training continues, and that it ends where fp32 does."
 
+import math
+
 import numpy as np, pytest, torch
 from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
@@ -26,6 +28,7 @@ from helpers import (
     same,
 )
 from helpers import told
+from states import Act
 
 SEEDS = range(3)
 LATE = 1 if DEVICE.type == 'cpu' else 2  # batches after which the loss of a batch is known
@@ -258,3 +261,38 @@ def test_a_users_own_switch_in_the_same_batch_counts():
         learn.add_cb(At(event, lambda l: l.training and l.iter == 4 and l.to_fp32(), 70))
         told(lambda: learn.fit(1, 0.01))
         assert precision_callback(learn) is None and not left_on(learn), event
+
+
+class Large(nn.Module):
+    "Has values above 65,504 in evaluation, and from call `n` on in training as well."
+
+    def __init__(self, n):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.n, self.calls = nn.Linear(6, 8), nn.Linear(8, 1), n, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        factor = 1e6 if not self.training or self.calls >= self.n else 1.0
+        return self.head(self.body(x) * factor / factor)
+
+
+@pytest.mark.parametrize('on_overflow', ['warn', 'fix'])
+def test_training_that_fails_after_a_validation_that_did_is_still_noticed(on_overflow):
+    learn = learner(Large(15)).to_fp16(init_scale=256.0, on_overflow=on_overflow, fp32_modules='head')
+    warned = told(lambda: learn.fit(4, 0.01))  # fails in the third epoch
+    if on_overflow == 'fix':
+        assert [fix.step for fix in learn.mixed_precision.fixes] == [15] and finite(learn)
+        assert sum(learn.mixed_precision.skips) <= 1
+    else:
+        assert [' in validation is NaN' in w for w in warned if 'NaN' in w or 'failed' in w] == [True, False]
+
+
+def test_the_report_that_a_failed_validation_advises_names_the_module():
+    "Also if other predictions are masked."
+    masked = Act(lambda h: torch.cat([h, torch.full_like(h, -math.inf)], 1))
+    learn = learner(nn.Sequential(Large(100), masked), loss_func=lambda p, y: F.mse_loss(p[:, :1], y))
+    (warning,) = told(learn.to_fp16(init_scale=256.0, on_overflow='fix', fp32_modules='0.head').validate)
+    assert '`learn.precision_report(dl=learn.dls.valid)`' in warning
+    verdict = learn.precision_report('fp16', dl=learn.dls.valid).verdicts['fp16']
+    assert verdict.modules == ['0'] and verdict.verdict == 'keep modules in fp32'
