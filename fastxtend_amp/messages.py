@@ -1,8 +1,9 @@
 "Errors about arguments, warnings at the user's own line, and the first line of an exception's message."
 import inspect, warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import index
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +45,14 @@ def package_of(code: Any) -> str: # A class, or a frame that runs
 def is_users(code: Any) -> bool: # A class, or a frame that runs
     "Return whether code is not of this package, fastai, fastcore or PyTorch."
     return package_of(code) not in _NOT_THE_USERS
+
+
+def users_line(
+    frames: Iterable[tuple[Any, int]], # With their lines, as `traceback` walks them
+) -> str: # 'norm.py:33'
+    "Return the first line in the user's code or in a library; '' if there is none."
+    lines = (f'{Path(frame.f_code.co_filename).name}:{line}' for frame, line in frames if is_users(frame))
+    return next(lines, '')
 
 
 _said = WeakKeyDictionary[Any, set[str]]()                       # warnings given, by what they are about

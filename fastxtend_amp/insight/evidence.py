@@ -15,7 +15,7 @@ from .display import some
 from .recording import Recording
 from .operations import named
 from .report_result import Verdict
-from .values import as_dtype, n_nan_or_inf, readable, relative_error
+from .values import n_nan_or_inf, readable, relative_error
 
 CLOSE = 4.              # headroom below which a module is flagged
 MARGIN = 16.            # between a recommended loss scale and the highest, as later gradients may be larger
@@ -80,28 +80,21 @@ def _fault(m, precision):
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * CLOSE > limit and not covers(precision.fp32_modules or (), m.name)
-    lost = first(constant for constant, is_needed in m.constants.items() if is_needed)
     if m.failed and size <= limit: return f'a value in {where} is NaN or inf in {name}, but finite in fp32'
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
         return f"values in {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
-    if lost:
-        away = as_dtype(lost[-1], precision.dtype)
-        return f'{_rounding_of(precision, *lost)}, so it does not keep values in {where} away from {away:g}'
+    if m.lost:
+        constant, limit, operator, line = m.lost
+        return (f'{constant:.9g} is {limit:g} in {name} (`{operator}`, {line}), so it does not keep values in {where} '
+                f'away from {limit:g}')
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
-
-
-def _rounding_of(precision, line, operator, constant):
-    where = f' (`{operator}`, {line})' if line else ''
-    return f'{constant:.9g} is {as_dtype(constant, precision.dtype):g} in {precision.name}{where}'
 
 
 def _failing(run, modules):
     if not (name := run.failed_in): return {}
     why = f'{named(name)} does not run in {run.precision.name}: {run.error}'
-    constants = run.modules[name].constants if name in run.modules else ()
-    why = '; '.join([why, *(_rounding_of(run.precision, *constant) for constant in constants)])
     of_type = type(modules.get(name))
     alike = [n for n, m in modules.items() if type(m) is of_type]
     return dict.fromkeys(alike or [name], why)

@@ -2,14 +2,13 @@
 
 An observer gets the running module and an operator that ran. None reads what another one notes.
 """
-import math, sys
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from itertools import takewhile
+from traceback import walk_stack
 
 import torch
 
-from ..messages import is_users
+from ..messages import users_line
 from ..tensors import FP16_NORMAL, HALF
 from .values import as_dtype, is_plain, largest_value, n_nan_or_inf, tensors
 
@@ -17,9 +16,6 @@ _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floatin
 # Operators that only copy values, which are noted where they were computed.
 _COPIES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators that may cast whole numbers
-# Operators whose constants are added, are bounds, or become values. In other operators they act before the rounding.
-_CONSTANTS = set("""add sub rsub mul clamp clamp_min clamp_max masked_fill fill full full_like new_full scatter
-    scalar_tensor""".split())
 
 
 def work(running, op):
@@ -58,8 +54,8 @@ def products(running, op):
     if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)): running.floats.add(op.out)
     if not op.traits.flops: return
     record.has_product = True
-    if has_half and not running.precision.dtype: record.half_line = users_line() or 'in PyTorch'
-    elif has_half and was_float: record.undone_line = users_line() or 'PyTorch'
+    if has_half and not running.precision.dtype: record.half_line = _line()
+    elif has_half and was_float: record.undone_line = _line()
 
 
 # -- whole numbers that become equal, such as timesteps
@@ -86,15 +82,18 @@ def _equal_in(dtype, t): # '257 and 258'
     return f'{equal[0][0]:.9g} and {equal[0][1]:.9g}' if equal else ''
 
 
-# -- constants that 16 bits round to 0, 1, -1, inf or -inf
+# -- constants that 16 bits round to 0, 1 or -1, such as the epsilon of a division
 
-def lost_constants(op): # By line, operator and value
-    "Return the constants that the operator would lose; it did not run yet."
-    dtypes = (t.dtype for t in op.inputs if t.ndim)
-    dtype = op.kwargs.get('dtype') or next(dtypes, None)
-    if dtype not in HALF or op.name.rstrip('_') not in _CONSTANTS: return []
-    return [(users_line(), op.name, constant) for constant in map(_constant, op.args)
-            if abs(near := as_dtype(constant, dtype)) in (0, 1, math.inf) and near != constant]
+def constants(running, op):
+    "Note a constant that is lost, and that results need: it bounds some, or is added to values near 0."
+    for constant in map(_constant, op.args):
+        for out, fp32 in op.results:
+            limit = as_dtype(constant, out.dtype)
+            operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
+            if limit == constant or not op.name.startswith(operators): continue
+            # A constant that becomes 0 matters beside values below the normal numbers of fp16.
+            is_near = (fp32 - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
+            if is_near.any(): running.record.lost = constant, limit, op.name, _line()
 
 
 def _constant(x): # 0 for what is none
@@ -103,26 +102,10 @@ def _constant(x): # 0 for what is none
     return float(f'{float(x):.7g}') if is_constant else 0
 
 
-def constants(running, op):
-    "Note whether results depend on a lost constant: it bounds some, or is added to values near 0."
-    for lost in op.lost:
-        constant = lost[-1]
-        for out, fp32 in op.results:
-            limit = as_dtype(constant, out.dtype)
-            operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
-            if not op.name.startswith(operators): continue
-            # A constant that becomes 0 matters beside values below the normal numbers of fp16.
-            is_near = (fp32 - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
-            running.record.constants[lost] |= bool(is_near.any())
-
-
 OBSERVERS = work, size, failure, products, whole_numbers, constants
 
 
-def users_line() -> str: # 'norm.py:33'
-    "Return the line that runs now in the user's code or in a library; '' if PyTorch's modules are all that runs."
-    frame: Any = sys._getframe()
-    while frame.f_globals.get('__name__') != 'fastai.learner':
-        if is_users(frame): return f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'
-        frame = frame.f_back
-    return ''
+def _line(): # 'norm.py:33'
+    "Return the line that runs now in the user's code or in a library; 'PyTorch' if its modules are all that runs."
+    def is_below(walked): return walked[0].f_globals.get('__name__') != 'fastai.learner'
+    return users_line(takewhile(is_below, walk_stack(None))) or 'PyTorch'

@@ -17,7 +17,7 @@ from ..compat import traits_of
 from ..precisions import Precision
 from ..precisions.matching import ROOT
 from ..tensors import HALF, map_tensors
-from .observers import OBSERVERS, lost_constants
+from .observers import OBSERVERS
 from .values import Followed, Twins, all_finite, readable, relative_error, tensors
 
 LOSS = 'loss function'      # its name among the modules; includes callbacks after the forward pass
@@ -50,8 +50,8 @@ class ModuleRecord:
     # Whole numbers.
     merged = ''                                                  # two that become equal in it
     shows_merged = False                                         # whether its results depend on such numbers
-    # By line of code, operator and value: constants that become 0, 1 or inf, and whether results need them.
-    constants: dict[tuple[str, str, float], bool] = field(default_factory=dict)
+    # A constant that becomes 0 or 1, and that results need: what it becomes, its operator and line.
+    lost: tuple[float, float, str, str] | None = None
     # Gradients of outputs and parameters.
     grad = 0.                                                    # largest absolute one
     grad_sum = 0.                                                # sum of their absolute values
@@ -77,7 +77,6 @@ class Operation:
         self.name, self.inputs = self.traits.name, readable((args, kwargs))
         self.has_half = any(t.dtype in HALF for t in self.inputs)
         self.is_cast = self.name == '_to_copy' and kwargs.get('dtype') in HALF
-        self.lost = lost_constants(self)
 
     def run(self, twin): # What it gives in fp32; None if that is the same
         "Run it, and keep what it gave."
@@ -113,8 +112,6 @@ class RunningModule:
 
     def run(self, op):
         "Run an operator of the module, beside its twin, and show it to the observers."
-        # Before it runs, as it may raise an error.
-        for constant in op.lost: self.record.constants.setdefault(constant, False)
         if op.traits.makes_nothing: return op.func(*op.args, **op.kwargs)
         twin = self._twin(op)                                    # first, as the operator may write into its inputs
         op.run(twin)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from ..compat import without_modes
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
-from ..messages import first_line
+from ..messages import first_line, users_line
 from ..precisions import Precision, find_precision
 from ..precisions.base import Rounding
 from ..precisions.matching import ROOT, qualified_names
@@ -73,7 +74,8 @@ class Sample:
         except torch.OutOfMemoryError: raise
         except Exception as e:
             if not precision.dtype and not where: raise
-            recording.error = first_line(e) + where
+            line = users_line(reversed([*walk_tb(e.__traceback__)]))
+            recording.error = first_line(e) + (f' ({line})' if line else '') + where
             callback = _IN_CALLBACK.search(str(e))
             if callback and recording.failed_in == LOSS: recording.failed_in = f'callback `{callback[1]}`'
         return recording
