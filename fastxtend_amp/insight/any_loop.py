@@ -20,8 +20,8 @@ from .sample import N_BATCHES
 
 _DICTS = ("Without `loss_func` each has to be a dict of the model's arguments.\nFor tuples of inputs and a target, "
           'pass `loss_func`.')
-_TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a target.\nFor dicts, leave `loss_func` '
-           'out: the model returns the loss.')
+_TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a target, as in `[(x, y)]`.\nFor dicts, '
+           'leave `loss_func` out: the model returns the loss.')
 
 
 def precision_report(
@@ -29,8 +29,10 @@ def precision_report(
     batches: Iterable = (), # Tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the output and the target; None for dicts
     *,
-    n_batches: int = 1, # As in `Learner.precision_report`
-    **kwargs: Any # Its arguments `precisions`, `max_seconds` and `device`
+    precisions: Any = ('bf16', 'fp16'), # This and what follows as in `Learner.precision_report`
+    n_batches: int = 1,
+    max_seconds: float = 60.,
+    device: str | torch.device | None = None,
 ) -> PrecisionReport: # Calls in it are a precision with its arguments: 'fp16, init_scale=1024'
     """Report whether a model trains in low precision, without a learner.
 
@@ -43,11 +45,11 @@ def precision_report(
     check_argument('model', model, lambda m: isinstance(m, nn.Module),
                    'a torch.nn.Module. With a Learner, call `learn.precision_report()`')
     check_argument('batches', batches, lambda b: isinstance(b, Iterable), 'an iterable, such as a DataLoader or a list')
+    check_argument('loss_func', loss_func, lambda f: f is None or (callable(f) and not isinstance(f, type)),
+                   'a function, or an object such as `nn.MSELoss()`')
     check_integer(1, n_batches=n_batches)
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
-    if isinstance(loss_func, type):
-        raise TypeError(f'loss_func={loss_func.__name__} cannot be used: pass an object, `{loss_func.__name__}()`.')
     by_name = loss_func is None
     drawn = map_tensors(half_to_float, [_checked(batch, i, by_name) for i, batch in enumerate(drawn)])
     dls = DataLoaders(drawn, drawn)
@@ -56,7 +58,8 @@ def precision_report(
     # First, as hooks of the model read its arguments by name; a copy has it as well.
     with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True):
         learn = Learner(dls, model, _loss if by_name else loss_func)
-        report = learn.precision_report(dl=drawn, n_batches=n_batches, **kwargs)
+        report = learn.precision_report(dl=drawn, n_batches=n_batches, precisions=precisions, max_seconds=max_seconds,
+                                        device=device)
     for verdict in report.verdicts.values():
         advice = None if verdict.again else verdict.advice
         verdict.again, verdict.advice = '', advice and _Arguments(advice.precision)

@@ -31,9 +31,23 @@ def test_16_bit_weights_and_inputs_are_compared_as_fp32_and_the_order_of_batches
     assert verdict.verdict == 'safe so far' and verdict.error > 0 and torch.equal(state, torch.get_rng_state())
 
 
+def small_loss(pred, target):
+    return F.mse_loss(pred, target) * 1e-3
+
+
 class ReturnsLoss(nn.Linear):
     def forward(self, input, labels):
-        return {'loss': F.mse_loss(super().forward(input), labels)}
+        return {'loss': small_loss(super().forward(input), labels)}
+
+
+def test_a_model_that_returns_its_loss_has_the_loss_scales_that_it_has_with_a_loss_function():
+    model, like, batches = ReturnsLoss(6, 1), linear(), [*loaders().train]
+    like.load_state_dict(model.state_dict())
+    verdicts = [
+        precision_report(model, [dict(zip(('input', 'labels'), b)) for b in batches], precisions='fp16').verdicts,
+        precision_report(like, batches, small_loss, precisions='fp16').verdicts,
+    ]
+    assert verdicts[0]['fp16'].scale_range == verdicts[1]['fp16'].scale_range is not None
 
 
 def test_hooks_of_the_model_get_its_arguments_by_name():
