@@ -126,7 +126,7 @@ def compare_precision(self: Learner,
 
     - `ValueError` if `precisions` has an unknown precision
     - `ValueError` if `n_steps`, `lr`, `n_seeds` or `max_seconds` cannot be used
-    - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if a parameter is sharded (FSDP), float64, NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there are no training batches
     - `RuntimeError` if it is called inside a fit

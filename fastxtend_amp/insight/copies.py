@@ -195,6 +195,9 @@ def check_learner(
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
                          'Call `learn.unfreeze()`, or `requires_grad_()` on a module, first.')
+    if double := [name for name, p in learn.model.named_parameters() if p.dtype is torch.float64]:
+        raise ValueError(f"{method} does not support float64: '{double[0]}' would stay in it, in autocast as well.\n"
+                         'Convert the model with `.float()`.')
     if is_sharded(learn.model):
         raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')

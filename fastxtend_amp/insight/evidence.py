@@ -80,14 +80,14 @@ def _fault(m, precision):
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * CLOSE > limit and not covers(precision.fp32_modules or (), m.name)
-    if m.failed and size <= limit: return f'a value in {where} is NaN or inf in {name}, but finite in fp32'
+    constant, became, operator, line = m.lost or ('',) * 4
+    lost = m.lost and f'{constant:.9g} is {became:g} in {name} (`{operator}`, {line})'
+    if m.failed and size <= limit:
+        return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {lost}' if lost else '')
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
         return f"values in {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
-    if m.lost:
-        constant, limit, operator, line = m.lost
-        return (f'{constant:.9g} is {limit:g} in {name} (`{operator}`, {line}), so it does not keep values in {where} '
-                f'away from {limit:g}')
+    if lost: return f'{lost}, so it does not keep values in {where} away from {became:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 

@@ -130,8 +130,13 @@ class Judge:
         if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
         new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), is_backward)
         if new and is_backward: self.scale = self.present_scale    # it was not the scale that failed
-        self.keep += new
+        self._keep(new)
         return bool(new)
+
+    def _keep(self, names):
+        "Keep these modules in fp32 as well. A name includes the modules inside."
+        names = [*self.keep, *names]
+        self.keep = [name for name in names if not covers({*names} - {name}, name)]
 
     def _lower_scale(self, run):
         "Lower the loss scale, if gradients do not underflow at the lower one; return whether it was lowered."
@@ -225,7 +230,7 @@ class Judge:
         self.found.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some such '
                           'models train as well as in fp32')
         self.reasons |= dict.fromkeys(names, '')                 # they are flagged as well
-        self.keep += names
+        self._keep(names)
         return bool(names)
 
 

@@ -15,9 +15,9 @@ from fastcore.foundation import L
 from ..devices.cuda_rules import cuda_rules
 from ..learners import training_device
 from ..messages import check_argument, check_integer
-from ..precisions import PRECISIONS, AMPMode, Precision, fastest_native, find_precision
+from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
-from .calls import advised, own_precision
+from .calls import Call, advised, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
@@ -58,7 +58,7 @@ def precision_report(self: Learner,
     Raises:
 
     - `ValueError` if `precisions` has another precision, or another argument is out of range
-    - `ValueError` if a parameter is sharded (FSDP), NaN or inf, or if all are frozen
+    - `ValueError` if a parameter is sharded (FSDP), float64, NaN or inf, or if all are frozen
     - `ValueError` if the learner cannot be copied
     - `ValueError` if there is no batch
     - `RuntimeError` if it is called inside a fit
@@ -139,13 +139,12 @@ class _Work:
                        f'which CUDA may have: {lacking.error}')
 
     def _call_another(self):
-        "Advise the fastest precision that works where a verdict has no call."
-        failed = [name for name, v in self.verdicts.items() if not v.call]
-        left = (PRECISIONS[name] for name in ('bf16', 'fp16') if name not in failed)
-        other = next(left, Precision) if self.simulated else fastest_native(self.device, failed)
-        verdict = self.verdicts.get(other.name)
-        advice = verdict.advice if verdict else advised(self.learn, other)
-        for name in failed: self.verdicts[name].advice = advice
+        "Advise another precision of this report, or fp32, where a verdict has no call."
+        verdicts = self.verdicts.values()
+        works = (v.advice for v in verdicts if v.advice and not (v.again or v.is_emulated))
+        other = next(works, Call(Precision()))
+        for verdict in verdicts:
+            if not verdict.call: verdict.advice = other
 
     # -- notes
 
@@ -183,8 +182,9 @@ class _Work:
                        f'{again:.4g}. All figures here include such differences.')
         if self.simulated:
             yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
-                   'differently or be missing. A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, '
-                   'or use fp32.')
+                   'differently or be missing.')
+            if 'bf16' in self.verdicts:
+                yield 'A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, or use fp32.'
         errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]
         if errors: yield f'Not all gradients were compared with fp32: {errors[-1]}.'
         yield from note_of_left_out(self.learn)
@@ -199,8 +199,9 @@ class _Work:
     def _looked_at(self, n_gradients):
         n = len(self.sample.batches)
         batches = '1 batch' if n == 1 else f'{n:,} batches'
-        yield (f'Looked at {batches} for the modules and {n_gradients} for the gradient, of {n_items(self.drawn[0]):,} '
-               'samples each. Other batches (`n_batches`) and later weights may flag other modules.')
-        if names := [name for name, judge in self.judges.items() if judge.sample.is_small]:
-            yield (f'To save time, looked at {n_items(self.small_sample.batches[0]):,} of these samples and at no '
-                   f'gradients in {" and ".join(names)}, which this device emulates.')
+        gradients = f' for the modules and {n_gradients} for the gradient' if n_gradients else ''
+        yield (f'Looked at {batches}{gradients}, of {n_items(self.drawn[0]):,} samples each. Other batches '
+               '(`n_batches`) and later weights may flag other modules.')
+        for name in (name for name, judge in self.judges.items() if judge.sample.is_small):
+            yield (f'{name}: looked at only {n_items(self.small_sample.batches[0]):,} of these samples, and at neither '
+                   'gradients nor loss scales, as this device emulates it.')

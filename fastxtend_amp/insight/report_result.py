@@ -10,7 +10,7 @@ from .calls import Call
 from .display import Shown, some
 
 
-@dataclass
+@dataclass(repr=False)
 class Verdict:
     """The effect of one precision on a model, and what to do.
 
@@ -44,7 +44,7 @@ class Verdict:
     @property
     def is_safe(self) -> bool: return self.verdict in ('safe so far', 'safe with loss scaling')
 
-    def __str__(self):
+    def __repr__(self):
         name, following = self.precision, f': `{self.call}`'
         if self.is_emulated:
             following = f', where {name} is native (this device emulates it, usually more slowly than fp32){following}'

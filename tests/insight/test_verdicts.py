@@ -36,6 +36,10 @@ FLAGGED = {
     'added as a tensor': (
         'fp16', lambda h: ((h - h.roll(1, 0)).relu() + torch.tensor(1e-10)).sqrt(), '1e-10 is 0 in fp16',
     ),
+    'divided by': (
+        'fp16', lambda h: h.relu() / (h.relu() + 1e-8),
+        rf'is NaN or inf in fp16, but finite in fp32: 1e-08 is 0 in fp16 \(`add`, {LINE}\)',
+    ),
     '-1': ('bf16', lambda h: (h * 30).tanh().clamp(-0.9999, 0.98).atanh(), '-0.9999 is -1 in bf16'),
     # whole numbers that become one
     'timesteps': ('bf16', steps(lambda t, h: t.to(h.dtype)), '960 and 962 become the same number'),
@@ -190,16 +194,36 @@ def test_models(expected, monkeypatch):
     assert blurred('\n'.join(texts)) == expected('verdicts')
 
 
+class Around(nn.Module):
+    "Overflows in the layer inside, and then in products of its own."
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        nn.init.constant_(self.inside.weight, 1e6)
+
+    def forward(self, h):
+        h = self.inside(h)
+        return (h @ h.T).tanh() @ h * 1e-6
+
+
+def test_a_module_stands_for_those_inside():
+    verdict = verdict_on(nn.Sequential(nn.Linear(6, 8), nn.Sigmoid(), Around(), nn.Linear(8, 1)))
+    assert {'2.inside', '2'} <= {*verdict.flagged} and '2' in verdict.modules and '2.inside' not in verdict.modules
+
+
 def test_of_two_precisions_the_one_that_works_is_called(monkeypatch):
     for native, best in {'bf16': 'bf16', 'fp16': 'fp32', 'neither': 'fp32'}.items():
         set_support(monkeypatch, lambda name: 'native' if name == native else 'emulated')
-        assert verdict_on(Products(lambda x: x)).call == f'learn.to_{best}()'
+        verdicts = report_on(Products(lambda x: x), ('bf16', 'fp16')).verdicts
+        assert verdicts['fp16'].call == f'learn.to_{best}()'
     learn = learner(Products(nn.Sequential(nn.Linear(6, 6), Act(cancels))), loaders(64, 64))
     set_support(monkeypatch, lambda name: 'native')
     assert {v.call for v in learn.precision_report().verdicts.values()} == {"learn.to_bf16(fp32_modules=['f.1'])"}
     without_autocast = Own(lambda h: h * (1 / (not torch.is_autocast_enabled('cpu'))))
     verdicts = report_on(without_autocast, ('bf16', 'fp16'), 'cuda').verdicts.values()
     assert {(v.verdict, v.call) for v in verdicts} == {('cannot run', 'learn.to_fp32()')}
+    assert verdict_on(Products(lambda x: x)).call == 'learn.to_fp32()'  # as nobody looked at bf16
     set_support(monkeypatch, lambda name: 'unsupported', 'it is too old')
     verdict = learner().precision_report('bf16').verdicts['bf16']
     assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
