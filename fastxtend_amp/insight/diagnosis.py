@@ -141,5 +141,5 @@ def apply_remedy(
 
     cb.at_batch_end(switch)
     cb.fixes.append(Fix(alarm.step, alarm.kind.name, str(call)))
-    print(f'{alarm.happened} The next batches train with `{call}`.')
+    print(f'{alarm.happened}\n{diagnosis.cause}.\nThe next batches train with `{call}`.')
     return True

@@ -147,9 +147,9 @@ def test_a_gradient_that_is_infinite_at_any_loss_scale(mode, kwargs, lost, opt):
 def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     learn = trained(*RUNS['grows'], 0, 'fix')
     (fix,) = learn.mixed_precision.fixes
-    (line,) = capsys.readouterr().out.splitlines()
-    assert 'the loss is nan' in line and line.endswith(f'The next batches train with `{fix.call}`.')
-    assert f'batch {fix.step}, ' in line and fix.precision == 'fp16' and "on_overflow='fix'" in fix.call
+    what, cause, call = capsys.readouterr().out.splitlines()
+    assert 'the loss is nan' in what and call == f'The next batches train with `{fix.call}`.'
+    assert "keeping 'g', 'inp' in fp32" in cause and f'batch {fix.step}, ' in what and fix.precision == 'fp16' and "on_overflow='fix'" in fix.call
     again = learner(Growing(0), loaders(96))
     eval(fix.call, {'learn': again})
     again.fit(4, 0.02)
@@ -196,7 +196,7 @@ def test_the_next_precisions_that_the_device_has_and_fp32_at_last(capsys):
         (5, 'fp16', "learn.to_bf16(on_overflow='fix')"),
         (5 + LATE, 'bf16', 'learn.to_fp32()'),
     ]
-    assert capsys.readouterr().out.count('\n') == 2 and learn.mixed_precision.amp_mode is None and finite(learn)
+    assert capsys.readouterr().out.count('The next') == 2 and learn.mixed_precision.amp_mode is None and finite(learn)
     assert not told(lambda: learn.fit(1, 0.01), 'fp32') and len(learn.mixed_precision.fixes) == 2
 
 
