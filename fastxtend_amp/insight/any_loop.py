@@ -29,10 +29,10 @@ def precision_report(
     batches: Iterable = (), # Tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the output and the target; None for dicts
     *,
-    precisions: Any = ('bf16', 'fp16'), # This and what follows as in `Learner.precision_report`
-    n_batches: int = 1,
-    max_seconds: float = 60.,
-    device: str | torch.device | None = None,
+    precisions: Any = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
+    n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
+    max_seconds: float = 60., # Approximate limit; later verdicts are 'not known'
+    device: str | torch.device | None = None, # 'cuda' for a GPU's autocast rules on a CPU
 ) -> PrecisionReport: # Calls in it are a precision with its arguments: 'fp16, init_scale=1024'
     """Report whether a model trains in low precision, without a learner.
 

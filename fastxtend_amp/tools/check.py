@@ -137,7 +137,7 @@ def check(device: torch.device) -> Iterator[Result]:
         if cls.package or not cls.in_tables: continue
         support = cls.support(device)
         if support.status == 'unsupported':
-            yield Result(cls.name, 'supported', None, support.why)
+            yield Result(cls.name, 'not supported', None, support.why)
             continue
         for what, run in checks.of(cls):
             with warnings.catch_warnings(record=True) as caught:

@@ -102,7 +102,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     finally: vars(self).update(kept)
     if cb is None or rank_distrib(): return
     name, call = cb.precision.name, repr(cb.precision)
-    print(f'Exported without mixed precision. To predict in {name}, call `{call}` after `load_learner`.')
+    print(f'Exported in fp32. To predict in {name}, on a device that has it, call `{call}` after `load_learner`.')
 
 
 def _is_ours(x: Any) -> bool:

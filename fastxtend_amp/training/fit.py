@@ -31,6 +31,7 @@ class Fit(ExitStack):
         precision.check_device(device)
         if precision.dtype: check_parallel(precision, learn.model)
         precision.check(learn.model)
+        self.warn_of_emulation()
         self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`
         scaler = precision.scaler(device)
         skips = precision.skip_nonfinite or (cb.on_overflow == 'fix' and precision.kind is not Precision)
@@ -53,7 +54,6 @@ class Fit(ExitStack):
         # Once more: loops over `one_batch` have no `before_fit`, after which callbacks may also have loaded weights.
         self.precision.prepare(self.learn)
         self.precision.check_training(self.learn)
-        self.warn_of_emulation()
         for context in self.precision.around_training(self.learn): self.enter_context(context)
         if self.scaling: self.scaling.buffers.look_at(self.model)
 

@@ -149,7 +149,12 @@ def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     (fix,) = learn.mixed_precision.fixes
     what, cause, call = capsys.readouterr().out.splitlines()
     assert 'the loss is nan' in what and call == f'The next batches train with `{fix.call}`.'
-    assert "keeping 'g', 'inp' in fp32" in cause and f'batch {fix.step}, ' in what and fix.precision == 'fp16' and "on_overflow='fix'" in fix.call
+    assert (
+        "keeping 'g', 'inp' in fp32" in cause
+        and f'batch {fix.step}, ' in what
+        and fix.precision == 'fp16'
+        and "on_overflow='fix'" in fix.call
+    )
     again = learner(Growing(0), loaders(96))
     eval(fix.call, {'learn': again})
     again.fit(4, 0.02)
