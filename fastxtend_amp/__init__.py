@@ -9,7 +9,6 @@ with _warnings.catch_warnings():           # PyTorch deprecates what fastai's ow
 from importlib.util import find_spec as _find_spec
 
 from .precisions import AMPMode, Precision, Support
-from .precisions.half_weights import HalfWeights
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
 from .training import methods as _methods
@@ -27,7 +26,7 @@ _fastai.defaults.callbacks[:], _has_bar = _before
 if not _has_bar: del _sys.modules['fastai.callback'].progress, _sys.modules['fastai.callback.progress']
 
 # `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
-__all__ = ['AMPMode', 'HalfWeights', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
+__all__ = ['AMPMode', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
            'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'load_learner',
            'precision_report', 'precision_support']
 

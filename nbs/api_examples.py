@@ -77,10 +77,6 @@ learn.fit(2)
 print(sum(learn.mixed_precision.skips))  # 0
 learn.mixed_precision.plot_scales()
 ''',
-    'HalfWeights': '''
-learn.add_cb(MixedPrecision(HalfWeights('bf16')))
-learn.fit(1)
-''',
     'AMPMode': '''
 learn.add_cb(MixedPrecision(AMPMode.BF16))
 ''',
@@ -100,7 +96,7 @@ learn.fit_one_cycle(1)
 ''',
     'kahan': '''
 learn = Learner(dls, model, nn.MSELoss(), opt_func=kahan('AdamW'))      # needs torch-optimi
-learn.to_half_weights('bf16', master_weights=False).fit(1)
+learn.to_bf16(master_weights=False).fit(1)
 ''',
     'is_depthwise': '''
 print(is_depthwise(nn.Conv2d(8, 8, 3, groups=8)))  # True

@@ -15,7 +15,7 @@ from fastcore.docments import docments
 import fastxtend_amp
 from api_examples import EXAMPLES
 from fastxtend_amp.insight.report_result import Verdict
-from fastxtend_amp.precisions import PRECISIONS, Precision
+from fastxtend_amp.precisions import PRECISIONS
 
 HERE = Path(__file__).parent
 LOOP = 'precision_report without a learner'                      # `fastxtend_amp.precision_report`
@@ -24,7 +24,7 @@ PAGES = {                                                        # each with the
                     'amp_context'],
     'api_reports': ['precision_report', 'compare_precision', 'precision_decision', LOOP, 'PrecisionReport', 'Verdict',
                     'PrecisionComparison'],
-    'api_callback': ['MixedPrecision', 'HalfWeights', 'AMPMode', 'LossScaleMetric', 'SkippedStepsMetric'],
+    'api_callback': ['MixedPrecision', 'AMPMode', 'LossScaleMetric', 'SkippedStepsMetric'],
     'api_helpers': ['fused', 'kahan', 'is_depthwise', 'is_grouped', 'load_learner', 'precision_support']}
 PAGE_OF = {name: page for page, names in PAGES.items() for name in names}
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
@@ -171,9 +171,7 @@ def entry(name, obj):
     "Return an entry: heading, signature, docstring, example, arguments, and members of a class."
     first, _, rest = text_of(obj).partition('\n\n')
     parts = [f'## {name}', first, f'```python\n{EXAMPLES[name].strip()}\n```', rest]
-    if inspect.isclass(obj) and issubclass(obj, Precision):
-        parts[1] = f'The precision of [`to_{obj.name}`]({address(f"to_{obj.name}")}), with its arguments.'
-    elif hasattr(obj, '__members__'): parts.append(', '.join(f'`{name}.{m.name}`' for m in obj))
+    if hasattr(obj, '__members__'): parts.append(', '.join(f'`{name}.{m.name}`' for m in obj))
     elif not is_property(obj) and (inspect.isfunction(obj) or inspect.isclass(obj)):
         found = members(obj) if inspect.isclass(obj) else {}
         lines = '\n'.join(member_line(n, m) for n, m in found.items() if n in MEMBERS)

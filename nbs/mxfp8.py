@@ -27,7 +27,7 @@ class MxForward(Fp8Forward):
 
 class MXFP8(FP8):
     "Train with bf16 autocast, and with linear layers in MXFP8."
-    name, color, in_tables, sides, forward = 'mxfp8', '#b0568f', False, 32, MxForward
+    name, color, sides, forward = 'mxfp8', '#b0568f', 32, MxForward
 
     @classmethod
     def support(cls, device):

@@ -34,16 +34,11 @@ def test_each_release_has_its_files():
 @pytest.mark.parametrize('plain', [False, True])
 def test_a_saved_file(file, plain):
     "In a learner of its precision, and in one in plain fp32, which loads it as fastai does."
-    mode = 'fp32' if plain else file.stem.partition('_')[2]
-    alone = 'alone' in file.stem
+    mode, alone = file.stem.partition('_')[2], 'alone' in file.stem
+    to = 'fp32' if plain else 'bf16' if alone else mode.partition('_')[0]
     model = nn.Sequential(nn.Linear(6, 1), nn.BatchNorm1d(1))
     learn = learner(model, opt_func=kahan('SGD') if alone else SGD)
-    if alone and not plain:
-        learn.to_half_weights(master_weights=False)
-    elif mode.startswith('fp16'):
-        learn.to_fp16()
-    else:
-        getattr(learn, f'to_{mode}')()
+    getattr(learn, f'to_{to}')(**dict(master_weights=False) if alone and not plain else {})
     learn.load(file.with_suffix(''))
     before, state = params(learn), torch.load(file, weights_only=False)['model']
     assert same(before, [state[name] for name, _ in learn.model.named_parameters()])

@@ -128,7 +128,7 @@ learn.to_fp32()
 assert plain()
 '''
 REPLACED = {'Learner.save', 'Learner.load', 'TextLearner.load', 'Learner.export', 'Learner._with_events'}
-METHODS = {'amp_context', 'precision_as', 'to_amp', 'to_fp32'}
+METHODS = {'amp_context', 'precision_as', 'to_amp', 'to_fp32', 'to_half_weights'}
 METHODS |= {'compare_precision', 'precision_decision', 'precision_report', *(f'to_{name}' for name in PRECISIONS)}
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,26 +39,23 @@ class Call:
         """
         if of is Precision: return cls(Precision())
         own, cb = own_precision(learn), precision_callback(learn)
-        new = own if type(own) is of else of()
+        new, given = own if type(own) is of else of(), dict[str, Any]()
         for name, value in own.changed.items():
             if name not in new.arguments: continue
-            if name.endswith('modules'): value = [*match_modules(learn.model, value, name)]
-            with suppress(ValueError): new = new.like(**{name: value})   # bf16 weights, for example, have no loss scale
-        changes: dict[str, Any] = {}
-        names = [*dict.fromkeys([*L(new.fp32_modules), *fp32_modules])]
-        if names: changes['fp32_modules'] = names
-        if init_scale and new.scales_loss and 'enabled' not in new.changed:
-            is_fixed = new.changed.get('loss_scale') or 'init_scale' not in new.arguments
-            changes['loss_scale' if is_fixed else 'init_scale'] = init_scale
-            if 'scaler' in new.changed: changes['scaler'] = None # which has its own scale
+            given[name] = [*match_modules(learn.model, value, name)] if name.endswith('modules') else value
+        names = dict.fromkeys([*given.get('fp32_modules', ()), *fp32_modules])
+        if names: given['fp32_modules'] = [*names]
+        if init_scale and 'init_scale' in new.arguments and 'enabled' not in given:
+            given['loss_scale' if 'loss_scale' in given else 'init_scale'] = init_scale
+            if 'scaler' in given: given['scaler'] = None         # which has its own scale
         options = {name: getattr(cb, name) for name, p in OPTIONS.items()
                    if cb and getattr(cb, name) != p.default}
-        return cls(new.like(**changes), options)
+        return cls(new.like(**given), options)
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
         if not self.channels_last: return text
-        return f"{text}.to_channelslast({'use_amp=False' if self.precision.kind is Precision else ''})"
+        return f"{text}.to_channelslast({'use_amp=False' if type(self.precision) is Precision else ''})"
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -77,7 +73,7 @@ class Call:
     ) -> None:
         "Make the call."
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
-        if self.precision.kind is not Precision:
+        if type(self.precision) is not Precision:
             set_precision(learn, MixedPrecision(self.precision, **self.options | options))
         if self.channels_last: learn.to_channelslast(use_amp=False)
 
@@ -87,26 +83,12 @@ def own_precision(learn: Learner) -> Precision:
     return getattr(precision_callback(learn), 'precision', Precision())
 
 
-def advised(
-    learn: Learner,
-    kind: type[Precision],
-    *advice: Any # Modules in fp32 and a loss scale, as in `Call.from_own`
-) -> Call: # In the class of the learner's own precision, if that computes in `kind`
-    "Return the call that trains in this precision, with what a report advises."
-    own = own_precision(learn)
-    return Call.from_own(learn, type(own) if own.kind is kind else kind, *advice)
-
-
 # -- the calls that are compared
 
 def native_precisions(learn: Learner) -> list[type[Precision]]:
-    """Return what the device runs natively without another package.
-
-    16-bit weights are not in it: they compute as autocast does.
-    """
+    "Return what the device runs natively without another package."
     device = training_device(learn)
-    return [cls for cls in PRECISIONS.values()
-            if cls.in_tables and not cls.package and cls.support(device).status == 'native']
+    return [cls for cls in PRECISIONS.values() if not cls.package and cls.support(device).status == 'native']
 
 
 def rows_of(

@@ -97,7 +97,7 @@ class PrecisionComparison(Shown):
 
 @patch
 def compare_precision(self: Learner,
-    precisions: Any = None, # One or several, also 'half_weights'; None: bf16, fp16, TF32 where native
+    precisions: Any = None, # One or several; None: bf16, fp16, TF32 where native
     n_steps: int = N_STEPS, # Steps whose losses are compared; timing may need more
     *,
     lr: float | slice | None = None, # Learning rate; the learner's own if None

@@ -8,7 +8,7 @@ from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
 from ..training.fit import check_parallel
 from ..training.loop import precision_callback
-from .calls import Call, advised
+from .calls import Call
 from .copies import lost_weights, several_processes
 from .evidence import not_finite_data
 from .judge import Judge
@@ -96,7 +96,7 @@ def _run_again(
     verdict = judge.verdict()
     if not verdict.advice:
         failed = [kind.name, *(made.precision for made in cb.fixes)]
-        call = advised(learn, fastest_native(cb.fit.device, failed))
+        call = Call.from_own(learn, fastest_native(cb.fit.device, failed))
         return Diagnosis(f'Use another precision: `{call}`', verdict.reason, call)
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))

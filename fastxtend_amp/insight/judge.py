@@ -8,7 +8,7 @@ from fastcore.basics import first, noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
-from .calls import Call, advised
+from .calls import Call
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .recording import Recording
@@ -216,7 +216,7 @@ class Judge:
         if self.reasons: verdict = 'keep modules in fp32'
         helps = True
         if ratio >= _FAR: verdict, helps = 'gradient differs', self._nearer(run, init_scale)
-        return self._verdict(verdict, advice=advised(self.learn, self.kind, self.keep, init_scale),
+        return self._verdict(verdict, advice=Call.from_own(self.learn, self.kind, self.keep, init_scale),
                              again='' if helps else f"learn.compare_precision('{self.kind.name}')", modules=self.keep,
                              scale_range=scales, init_scale=init_scale, error=prediction_error(run))
 

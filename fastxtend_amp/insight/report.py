@@ -17,7 +17,7 @@ from ..learners import training_device
 from ..messages import check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
-from .calls import Call, advised, own_precision
+from .calls import Call, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
@@ -125,8 +125,8 @@ class _Work:
         if self.sample.wrong: return Verdict(kind.name, 'not known', self.sample.wrong)
         status, why = kind.support(self.device)
         if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
-        own, new = own_precision(self.learn), advised(self.learn, kind).precision
-        scale = own.state_dict().get('scale') or new.first_scale
+        scale = (own_precision(self.learn).state_dict().get('scale')
+                 or Call.from_own(self.learn, kind).precision.first_scale)
         sample = self.small_sample if status == 'emulated' else self.sample
         batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
         judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, self.before_run)

@@ -24,7 +24,7 @@ from ..precisions.base import Rounding
 from ..precisions.matching import ROOT, qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
-from .calls import Call
+from .calls import Call, own_precision
 from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_reference
 from .random_states import RandomState, random_state, set_random_state
@@ -180,6 +180,8 @@ def running_copy(
     simulated = Call.from_own(learn, of_dtype, precision.fp32_modules or (), precision.first_scale)
     with (copied_learner(learn, simulated) as copy, torch.compiler.set_stance('force_eager'),
           fp32_settings(FULL_PRECISION)):
+        # Weights in bf16 would hide their rounding: it is that of the cast which a recording sees.
+        own_precision(copy).master_weights = True
         modules = dict(qualified_names(copy.model))
         for name, rounding in precision.rounding(copy.model).items():
             vars(modules[name])['forward'] = partial(rounded_linear, rounding, modules[name])

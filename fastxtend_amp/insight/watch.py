@@ -72,7 +72,7 @@ class FailureWatcher(Watcher):
     def after_open(self):
         "Observe a fit that has been opened."
         fit = self.cb.fit
-        is_ignored = fit.precision.kind is Precision or self.cb.on_overflow == 'ignore'
+        is_ignored = type(fit.precision) is Precision or self.cb.on_overflow == 'ignore'
         fit.seen = None if is_ignored else Observations(fit.device.type == 'cpu')
 
     def before_train(self):
@@ -153,7 +153,7 @@ class FailureWatcher(Watcher):
     def _alarm(self, what, scale, is_odd=False): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
         learn, seen, cb = self.cb.learn, self.seen, self.cb
-        alarm = Alarm(what, cb.precision.kind, scale, *seen.batch, is_odd)
+        alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_odd)
         diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.seen = None                                       # first: a remedy may close the fit

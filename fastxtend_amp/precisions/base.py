@@ -20,6 +20,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ..devices import facts
+from .flat_master import check_flat, flat_step
 from .fp32_modules import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
 from .weights import weights_to_fp32
@@ -44,9 +45,10 @@ class AMPMode(str, Enum):
 
 
 # Names in other libraries that have another meaning here or several.
-_CALLS = {'16': 'to_fp16()', 'no': 'to_fp32()', '32': 'to_fp32()', '16-true': "to_half_weights('fp16')",
-          'bf16-true': "to_half_weights(master_weights=False)` with `opt_func=kahan('AdamW')",
-          'transformer-engine': 'to_fp8()'}
+_CALLS = {'16': 'to_fp16()', 'no': 'to_fp32()', '32': 'to_fp32()',
+          '16-true': 'to_fp16()',                                # which has fp32 master weights
+          'bf16-true': "to_bf16(master_weights=False)` with `opt_func=kahan('AdamW')",
+          'transformer-engine': 'to_fp8()', 'half_weights': 'to_half_weights()'}
 _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
             'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32'}
 
@@ -81,14 +83,15 @@ class Precision:
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
     color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
-    state_key: str = '' # Where a file's optimizer state keeps `state_dict`; by default the name
-    in_tables: ClassVar[bool] = True # Whether tables of precisions have a row for it
+    state_key: ClassVar[str] = '' # Where a file's optimizer state keeps `state_dict`; by default the name
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     arguments: dict[str, Any] # Of its constructor, by name, defaults included
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
     scales_loss: ClassVar[bool] = False # Whether gradients underflow without loss scaling
+    master_weights = True # Whether weights that train are fp32; only bf16 has others
+    flat_master = False # Whether the optimizer steps on a few large tensors
     skip_nonfinite = False # Without loss scaling: whether to skip steps whose gradients are not finite
 
     def __init_subclass__(cls) -> None:
@@ -133,11 +136,6 @@ class Precision:
     def __hash__(self) -> int: return hash(type(self))
 
     def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
-
-    @property
-    def kind(self) -> type[Precision]:
-        "The precision that reports judge and messages name; 16-bit weights compute as another one does."
-        return type(self)
 
     # -- devices
 
@@ -185,6 +183,7 @@ class Precision:
 
     def check_training(self, learn: Learner) -> None:
         "Raise a `ValueError` if model and optimizer cannot be trained in this precision."
+        if self.flat_master: check_flat(learn)
 
     def around_training(self, learn: Learner) -> list[Any]:
         "Return contexts from a fit's first training batch to its end."
@@ -197,7 +196,8 @@ class Precision:
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
         "Run the optimizer's step."
-        step()
+        if self.flat_master: flat_step(learn, step)
+        else: step()
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return what scales the loss in a fit on `device`; None without loss scaling."

@@ -18,16 +18,14 @@ def check_bf16_weights(learn: Learner) -> None:
     "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
     ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in learn.model.modules())
     if ddp or is_sharded(learn.model):
-        raise ValueError(f"master_weights=False cannot be used with {'DistributedDataParallel' if ddp else 'FSDP2'}, "
-                         "which reduces gradients in the dtype that the weights had when the model was wrapped.\n"
-                         "Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.")
-    opt: Any = learn.opt
-    inner = getattr(opt, 'opt', None)                            # of optimi or torchao
-    groups = getattr(inner, 'param_groups', [{}])
-    has_summation = all(group.get('kahan_sum', False) is not False for group in groups)
-    if has_summation or getattr(inner, 'bf16_stochastic_round', False): return
-    raise ValueError(f"master_weights=False cannot be used with {optimizer_name(opt)}, which does not compensate for "
-                     "rounding: small updates of bf16 weights are lost.\nBuild the learner with "
+        raise ValueError('master_weights=False cannot be used with DistributedDataParallel or FSDP2, which reduce '
+                         'gradients in the dtype that the weights had when the model was wrapped.\n'
+                         'Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.')
+    inner: Any = getattr(learn.opt, 'opt', None)                 # of optimi or torchao
+    if getattr(inner, 'bf16_stochastic_round', False): return
+    if all(group.get('kahan_sum', False) is not False for group in getattr(inner, 'param_groups', [{}])): return
+    raise ValueError(f"master_weights=False cannot be used with {optimizer_name(learn.opt)}, which does not compensate "
+                     "for rounding: small updates of bf16 weights are lost.\nBuild the learner with "
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
                      "`master_weights=False`.")
 
@@ -61,9 +59,9 @@ class BF16Weights:
         in_fp32: Collection[str], # Names of the modules that are kept in fp32
     ):
         allowed = _weights_to_lower(learn.model, in_fp32)
-        params = [p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad]
         self.opt = inner_optimizer(learn.opt)
-        self.rest: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(params)
+        self.rest: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(
+            p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None: # Of a copy
         vars(self).update(state)
@@ -92,8 +90,7 @@ class BF16Weights:
         """
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
-            is_values = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
-            if is_values: state[k] = v.to(dtype)
+            if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
         value: Any = p.data.float()
         lost: Any = 0.                                           # what rounding has taken so far
         for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32

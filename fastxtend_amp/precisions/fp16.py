@@ -47,7 +47,8 @@ class FP16(Precision):
     would not show it.
 
     Raises `ValueError` or `TypeError` for arguments that cannot be used, and `ValueError` if `fp32_modules` matches no
-    module. `fit` raises `ValueError` if the device does not support fp16.
+    module. `fit` raises `ValueError` if the device does not support fp16, and for `flat_master=True` with anything but
+    fastai's own element-wise optimizers on plain parameters.
 
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
@@ -70,9 +71,10 @@ class FP16(Precision):
         loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling
         scaler: GradScaler | None = None, # Your own `torch.amp.GradScaler`
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
+        flat_master: bool = False, # Join the master weights into a few large tensors
     ):
         super().__init__(fp32_modules)
-        check_bool(enabled=enabled)
+        check_bool(enabled=enabled, flat_master=flat_master)
         scales = f'a number from 2**-24 to {_LARGEST:.2g}'
         check_argument('init_scale', init_scale, _is_scale, scales)
         if loss_scale is not None: check_argument('loss_scale', loss_scale, _is_scale, scales)
@@ -81,9 +83,11 @@ class FP16(Precision):
         check_integer(1, growth_interval=growth_interval)
         check_argument('scaler', scaler, _is_scaler,
                        "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU, with a finite scale")
-        given = [name for name in self.changed if name in defaults_of(FP16) and name != 'fp32_modules']
+        # The last two are not about the loss scale.
+        given = [name for name in [*defaults_of(FP16)][:-2] if name in self.changed]
         if len(given) > 1 and {'enabled', 'loss_scale', 'scaler'} & {*given}:
             raise ValueError(f'{" and ".join(given)} cannot be combined. Pass only one of them.')
+        self.flat_master = flat_master
         self.is_fixed, self.has_users_scaler = loss_scale is not None, scaler is not None
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
         # The scaler in its newest state.

@@ -37,4 +37,4 @@ def weights_to_fp32(
     warn_user(f"{len(half):,} trainable 16-bit parameters, the first of them '{next(iter(half))}', were converted to "
               f'fp32, which needs {megabytes:,.3g} MB more: 16-bit weights would lose small updates.\nTo train with '
               "16-bit weights, where bf16 is native, use `opt_func=kahan('AdamW')` and "
-              '`learn.to_half_weights(master_weights=False)`.')
+              '`learn.to_bf16(master_weights=False)`.')

@@ -134,7 +134,7 @@ def check(device: torch.device) -> Iterator[Result]:
     checks = Checks(device)
     classes: list[type[Precision]] = [Precision, *PRECISIONS.values()]
     for cls in classes:
-        if cls.package or not cls.in_tables: continue
+        if cls.package: continue
         support = cls.support(device)
         if support.status == 'unsupported':
             yield Result(cls.name, 'not supported', None, support.why)

@@ -125,7 +125,7 @@ class MixedPrecision(fp16.MixedPrecision):
     @property
     def amp_mode(self) -> AMPMode | None:
         "The precision that the model computes in; None for fp32, and for one that is not in `AMPMode`."
-        return next((mode for mode in AMPMode if mode.value == self.precision.kind.name), None)
+        return AMPMode.__members__.get(self.precision.name.upper())
     @property
     def fp32_module_names(self) -> list[str]:
         "Names of the modules kept in fp32."

@@ -34,7 +34,7 @@ class Fit(ExitStack):
         self.warn_of_emulation()
         self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`
         scaler = precision.scaler(device)
-        skips = precision.skip_nonfinite or (cb.on_overflow == 'fix' and precision.kind is not Precision)
+        skips = precision.skip_nonfinite or (cb.on_overflow == 'fix' and type(precision) is not Precision)
         if skips and scaler is None: scaler = static_scaler(device.type, 1.)
         if scaler is not None: self.scaling = Scaling(scaler, cb, device)
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
@@ -62,7 +62,7 @@ class Fit(ExitStack):
         precision, device = self.precision, self.device
         support = precision.support(device)
         if support.status != 'emulated': return
-        times = {'fp16': ', up to 125 times', 'bf16': ', up to 18 times'}.get(precision.kind.name, '')     # as measured
+        times = {'fp16': ', up to 125 times', 'bf16': ', up to 18 times'}.get(precision.name, '')     # as measured
         warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32"
                   f"{times if device.type == 'cpu' else ''}.\nCall `learn.to_amp()`, which selects only what the "
                   f"device accelerates; `learn.compare_precision('{precision.name}')` measures it.", self.learn)

@@ -12,8 +12,9 @@ from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
 from ..learners import inner_optimizer, loaded_states, training_device
-from ..messages import check_bool
-from ..precisions import PRECISIONS, Precision, automatic_precision, followers, parameters_of
+from ..messages import check_argument, check_bool
+from ..precisions import (PRECISIONS, AMPMode, Precision, automatic_precision, find_precision, followers,
+                          parameters_of)
 from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
@@ -102,7 +103,7 @@ def to_amp(self: Learner, *,
     precision = automatic_precision(device, **kwargs)
     cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
     match_modules(self.model, kwargs.get('fp32_modules'))
-    if precision.kind is Precision:
+    if type(precision) is Precision:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()
     set_precision(self, cb)
@@ -110,6 +111,31 @@ def to_amp(self: Learner, *,
     if device.type == 'cpu':
         print('Small models may be faster in fp32 on a CPU: `learn.to_amp(measure=True)` finds out.')
     return self
+
+
+# `to_tf32` has no arguments but the options.
+@patch
+@delegates(Learner.to_tf32)
+def to_half_weights(self: Learner,
+    amp_mode: str | AMPMode | torch.dtype = 'bf16', # Precision of the weights: 'bf16' or 'fp16'
+    loss_scale: float | None = None, # Fixed loss scale; None for dynamic scaling (fp16)
+    flat_master: bool = False, # Join the master weights into a few large tensors
+    master_weights: bool = True, # Keep fp32 master weights; False trains bf16 weights
+    fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
+    **kwargs
+) -> Learner: # The learner
+    """Call `to_bf16` or `to_fp16` with the arguments of fastai v1's `to_fp16`.
+
+    Raises `ValueError` for another `amp_mode`, and what these methods raise.
+
+    Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.1.
+    """
+    name = find_precision(amp_mode).name
+    check_argument('amp_mode', name, ('bf16', 'fp16').__contains__,
+                   f"'bf16' or 'fp16'; without 16-bit weights call `learn.to_{name}()`")
+    if loss_scale is not None: kwargs['loss_scale'] = loss_scale     # `to_bf16` does not have it
+    if master_weights is not True: kwargs['master_weights'] = master_weights     # nor `to_fp16` this
+    return getattr(self, f'to_{name}')(flat_master=flat_master, fp32_modules=fp32_modules, **kwargs)
 
 
 @patch
@@ -139,7 +165,7 @@ def precision_as(self: Learner,
     own, loaded = precision_callback(self), {**loaded_states(self)}
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     fastais = [cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not own]
-    try: yield set_precision(self, None if new.precision.kind is Precision else new)
+    try: yield set_precision(self, None if type(new.precision) is Precision else new)
     finally:
         exchange(self, own)                                      # without a check: the model may have been exchanged
         self.add_cbs(fastais)

@@ -42,7 +42,7 @@ def kahan(
     opt: str | type[torch.optim.Optimizer] = 'AdamW', # A class of optimi, or its name
     **kwargs # Its arguments
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
-    """Return an optimizer with Kahan summation that fastai can schedule, for `to_half_weights(master_weights=False)`.
+    """Return an optimizer with Kahan summation that fastai can schedule, for `to_bf16(master_weights=False)`.
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 

@@ -222,8 +222,7 @@ class Scaling:
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
         if skipped < n and self.scaler.get_backoff_factor() < 1 and 'scaler' not in precision.changed:
-            name = 'init_scale' if 'init_scale' in precision.arguments else 'loss_scale'
-            text += f' If it finds none, pass `{name}={self.scaler.get_scale():.12g}`.'
+            text += f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.'
         return text
 
 

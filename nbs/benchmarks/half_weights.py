@@ -22,7 +22,7 @@ WAYS = {
     'fp32': noop,
     'bf16': Learner.to_bf16,
     'masters': Learner.to_half_weights,
-    'no masters': partial(Learner.to_half_weights, master_weights=False),
+    'no masters': partial(Learner.to_bf16, master_weights=False),
 }
 
 

@@ -16,7 +16,7 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp import is_depthwise, is_grouped
-from fastxtend_amp.insight.calls import Call, advised, own_precision
+from fastxtend_amp.insight.calls import Call, own_precision
 from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from fastxtend_amp.training.loop import precision_callback
@@ -61,15 +61,15 @@ def test_each_precision_trains_as_in_a_fit_of_its_own(name, opt):
     assert (r.table['loss difference'] == found - found['fp32']).all()
 
 
-@pytest.mark.parametrize('own', ['to_half_weights', 'to_bf16', 'to_fp32'])
+@pytest.mark.parametrize('own', ['to_fp16', 'to_bf16', 'to_fp32'])
 def test_each_row_runs_in_the_precision_it_names_with_its_settings_of_the_process(own, support):
     support(tf32='native')
     seen, matmul = set(), torch.backends.cuda.matmul
     before = matmul.fp32_precision
     note = lambda l: seen.add((own_precision(l).name, matmul.fp32_precision, l.pred.dtype))
     learn = getattr(learner(linear(), cbs=InStep('after_pred', note, 5)), own)()
-    table = learn.compare_precision(['bf16', 'half_weights', 'tf32'], n_steps=8, n_seeds=1).table
-    low = {(name, before, torch.bfloat16) for name in ('bf16', 'half_weights')}
+    table = learn.compare_precision([*LOW, 'tf32'], n_steps=8, n_seeds=1).table
+    low = {('bf16', before, torch.bfloat16), ('fp16', before, torch.float16)}
     assert seen == {('fp32', before, torch.float32), ('tf32', 'tf32', torch.float32), *low}
     assert table['loss'].notna().all()
 
@@ -124,8 +124,8 @@ seen = []
 
 
 def test_a_copy_begins_one_fit_of_one_epoch_with_the_same_random_numbers():
-    r = learner(cbs=Schedule()).compare_precision(['half_weights', 'bf16'], n_steps=12, n_seeds=0)
-    assert seen == [1.0, 12] * 3 and len({*r.table['loss']}) > 1 and (r.table['loss difference'].abs() < 0.05).all()
+    r = learner(cbs=Schedule()).compare_precision('bf16', n_steps=12, n_seeds=0)
+    assert seen == [1.0, 12] * 2 and len({*r.table['loss']}) > 1 and (r.table['loss difference'].abs() < 0.05).all()
 
 
 @pytest.mark.parametrize('error', [CancelFitException, CancelEpochException, CancelTrainException])
@@ -299,7 +299,7 @@ ROWS = [
     dict(bf16={}, fp16={**speeds(2.9, 3.0, 3.1), 'loss difference': 0.2}),
     dict(bf16={'loss difference': 0.1}),
     dict(fp16={'skipped': 25}),
-    dict(half_weights=speeds(1.93, 2.03, 2.13), bf16={}),
+    dict(fp16=speeds(1.93, 2.03, 2.13), bf16={}),
     dict(fp16={'skipped': 26}),
     dict(fp16={'weights moved': 0.09}),
     dict(bf16=speeds(1.02, 1.03, 1.05)),
@@ -313,7 +313,7 @@ def test_recommendations(expected):
     tolerated = tolerance([1.0], [1.05, 0.95, 1.02])  # fp32 trained four times: a loss up to .11 higher matches
     texts = []
     for rows in ROWS:
-        changes = {name: (name in ('fp16', 'half_weights'), name.count(',')) for name in rows}
+        changes = {name: (name == 'fp16', name.count(',')) for name in rows}
         best, reason = recommend(table_of(**rows), tolerated, changes)
         texts.append(f'# {rows}\n{best}: {reason}\n')
     assert '\n'.join(texts) == expected('recommendations')
@@ -354,16 +354,17 @@ def test_channels_last_also_converts_the_optimizer(opt):
     assert all(torch.allclose(a, b, atol=1e-3) and torch.allclose(a, c, atol=1e-3) for a, b, c in zip(*found))
 
 
-def test_text_and_plot(expected):
+def test_text_and_plot(expected, support):
     import matplotlib.pyplot as plt
 
+    support(tf32='native')
     always_1 = lambda p, y: 1 + p.mean() - p.mean().detach()  # on any machine, and yet it has a gradient
-    learn = learner(Breaks(fills), loss_func=always_1, cbs=Costs(dict(bf16=12.34, half_weights=0.1)))
-    r = learn.compare_precision([*LOW, 'half_weights'], n_steps=8)
+    learn = learner(Breaks(fills), loss_func=always_1, cbs=Costs(dict(bf16=12.34, tf32=0.1)))
+    r = learn.compare_precision([*LOW, 'tf32'], n_steps=8)
     assert f'{r!r}\n' == expected('comparison')
     assert '<code>learn.to_bf16()</code>' in r._repr_html_()
-    with pytest.raises(ValueError, match=r"precision='tf32' cannot be used: .* one of \['fp32', 'bf16', 'fp16'"):
-        r.apply(learn, 'tf32')
+    with pytest.raises(ValueError, match=r"precision='fp8' cannot be used: .* one of \['fp32', 'bf16', 'fp16'"):
+        r.apply(learn, 'fp8')
     curves, bars = r.plot()
     assert [t.get_text() for t in curves.get_legend().get_texts()] == ['fp32, other seeds', *r.losses]
     assert len(curves.lines) == 7 and [t.get_text() for t in bars.texts] == ['1.00', '12.34', '-', '-']
@@ -396,7 +397,7 @@ def test_what_is_chosen_and_printed(expected, capsys):
         assert learn.to_amp(measure=True) is learn
         decision, cb = learn.precision_decision, precision_callback(learn)
         precision = decision.rows[decision.recommended].precision
-        assert cb is None and precision.kind is Precision or precision == cb.precision is not precision
+        assert cb is None and type(precision) is Precision or precision == cb.precision is not precision
         texts.append(f"# {name}: {', '.join(decision.table.index)}\n{capsys.readouterr().out}")
     assert '\n'.join(texts) == expected('measured_choice')
 
@@ -451,16 +452,13 @@ def test_the_learner_is_not_modified_but_for_its_precision():
 
 # -- the call that a report or comparison recommends
 
-HALF = 'learn.to_half_weights('
-
 
 @pytest.mark.parametrize(
     'own, name, written',
     [
         (lambda l: l.to_fp16(init_scale=8.0, max_skips=3), 'bf16', 'learn.to_bf16(max_skips=3)'),
-        (lambda l: l.to_fp16(loss_scale=8.0), 'half_weights', f'{HALF})'),
-        (lambda l: l.to_half_weights('fp16', 8.0), 'half_weights', f"{HALF}amp_mode='fp16', loss_scale=8.0)"),
-        (lambda l: l.to_half_weights(fp32_modules=nn.BatchNorm1d), 'bf16', "learn.to_bf16(fp32_modules=['1'])"),
+        (lambda l: l.to_fp16(loss_scale=8.0, flat_master=True), 'bf16', 'learn.to_bf16(flat_master=True)'),
+        (lambda l: l.to_bf16(master_weights=False, fp32_modules='1'), 'fp16', "learn.to_fp16(fp32_modules=['1'])"),
         (lambda l: l.to_bf16(on_overflow='raise'), 'fp32', 'learn.to_fp32()'),
         (lambda l: l.to_bf16(on_overflow='raise'), 'bf16', "learn.to_bf16(on_overflow='raise')"),
     ],
@@ -478,10 +476,15 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     scaled, before = learner().to_fp16(scaler=scaler), scaler.state_dict()
     assert scaled.compare_precision('fp16', n_steps=3).table['final scale']['fp16'] > 64
     assert scaler.state_dict() == before
-    assert str(advised(scaled, FP16, (), 4.0)) == 'learn.to_fp16(init_scale=4.0)'  # instead of the user's own scaler
-    assert advised(scaled, FP16, ['0']).precision.changed.keys() == {'scaler', 'fp32_modules'}
-    static = advised(learner().to_fp16(loss_scale=8.0), FP16, (), 4.0)
-    assert str(static) == 'learn.to_fp16(loss_scale=4.0)'
+    of = Call.from_own
+    assert str(of(scaled, FP16, (), 4.0)) == 'learn.to_fp16(init_scale=4.0)'  # instead of the user's own scaler
+    assert of(scaled, FP16, ['0']).precision.changed.keys() == {'scaler', 'fp32_modules'}
+    assert str(of(learner().to_fp16(loss_scale=8.0), FP16, (), 4.0)) == 'learn.to_fp16(loss_scale=4.0)'
+
+
+def test_a_report_on_bf16_weights_sees_their_rounding():
+    a, b = (learner().to_bf16(master_weights=given).precision_report('bf16') for given in (True, False))
+    assert a.table['error'].tolist() == b.table['error'].tolist()
 
 
 def test_a_report_runs_the_precision_that_it_prints():

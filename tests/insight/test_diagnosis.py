@@ -154,7 +154,7 @@ FAILS = {  # what makes the learner, the call, epochs, learning rate
     'in fp32 as well': (lambda: learner(with_act(lambda h: (-h.square()).log())), FP16),
     'lost weights': (lost, BF16),
     'does not come back': (once_inf, BF16),
-    'with weights that are bf16 in the fit': (once_inf, 'learn.to_half_weights(master_weights=False)'),
+    'with weights that are bf16 in the fit': (once_inf, 'learn.to_bf16(master_weights=False)'),
     **{
         f'a learning rate far too high, {opt}, {mode}': (
             lambda opt=opt: learner(opt_func=OPTIMIZERS[opt]), f'learn.to_{mode}(max_skips=4)', 4, 100.0,

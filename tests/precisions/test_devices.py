@@ -64,8 +64,6 @@ def test_emulation_warns_once_at_the_users_line(monkeypatch):
         lambda: (learn.fit(1), learn.validate(), learn.to_bf16().fit(1), learn.to_fp16().fit(1)), 'emulated'
     )
     assert told(learner().to_fp16().validate, 'emulated')  # as slow as in a fit
-    assert told(lambda: learn.to_half_weights('fp16').fit(1), 'half_weights is emulated')
-    assert not told(lambda: learn.to_half_weights('bf16').fit(1), 'emulated')
 
 
 def test_parameters_that_autocast_leaves_alone_are_named_once():

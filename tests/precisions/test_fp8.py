@@ -150,7 +150,6 @@ def test_what_cannot_be():
         lambda: learner(wide()).to_fp8(modules='4'): "(?s)modules='4' leaves no linear layer.*16.*to_bf16",
         lambda: learner().to_fp8(): 'leaves no linear layer',
         lambda: learner(wide()).to_fp8(fp32_modules='*'): 'leaves no linear layer',
-        lambda: learner(wide()).to_half_weights('fp8'): '(?s)fp8.*to_fp8',
     }.items():
         with pytest.raises(ValueError, match=said):
             call()

@@ -46,12 +46,11 @@ class InStep(Learner):
 def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
     "Groups, weight decay that spares some weights, gradients that are kept, an exception in a step, fp32 afterwards."
 
-    def run(to, **arguments):
+    def run(**arguments):
         model = nn.Sequential(*mlp(), nn.Linear(1, 1))
         model[0].weight.data = model[0].weight.data.t().contiguous().t()  # in another order in memory
         groups = lambda m: [[*m[:2].parameters()], [*m[2:].parameters()]]
-        learn = learner(model, opt_func=OWN[opt], wd=0.1, splitter=groups, cls=InStep)
-        getattr(learn, to)(**arguments)
+        learn = learner(model, opt_func=OWN[opt], wd=0.1, splitter=groups, cls=InStep).to_bf16(**arguments)
         with pytest.raises(AssertionError):
             after(learn)
         learn.fails, state = False, opt_state(learn.opt)
@@ -60,7 +59,7 @@ def test_fastais_optimizers_step_the_same_on_flat_masters(opt):
             learn.fit(1, slice(1e-3, 1e-2))
         return after(learn.to_fp32()), state
 
-    (a, in_step), (b, flat) = run('to_bf16'), run('to_half_weights', **FLAT)
+    (a, in_step), (b, flat) = run(), run(**FLAT)
     assert alike(a, b) and same(in_step, flat)
 
 
@@ -98,7 +97,7 @@ def test_which_weights_are_bf16_in_a_fit(opt):
     "Gradients and state included, except torchao's count; afterwards all are fp32, except the user's own 16-bit ones."
     seen, look = [], lambda l: seen.append(halves(l))
     cbs = [At('after_step', look, 11), At('after_validate', look, 11), GradientAccumulation(13)]
-    learn = learner(zoo(), opt_func=opt, wd=0.1, cbs=cbs).to_half_weights(**NONE, fp32_modules='8')
+    learn = learner(zoo(), opt_func=opt, wd=0.1, cbs=cbs).to_bf16(**NONE, fp32_modules='8')
     learn.create_opt()
     learn.model[3].requires_grad_(False)
     before, count = [*learn.model.parameters()], torch.tensor(257.0)  # 256 in bf16
@@ -122,7 +121,7 @@ def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
     before = params(learn)[0]
     learn.add_cb(At('before_step', lambda l: l.model.weight.grad.fill_(1.0), order=12))
     for n in (10, *[1] * 10):
-        learn.to_half_weights(**NONE).fit(n, lr)
+        learn.to_bf16(**NONE).fit(n, lr)
     assert torch.allclose(learn.model.weight, before - 120 * lr, rtol=0, atol=20 * lr or 1e-5)
 
 
@@ -130,7 +129,7 @@ def test_small_updates_are_kept_in_a_fit_and_from_fit_to_fit(lr):
 def test_files_and_copies_made_in_a_fit(n, model, tmp_path):
     "A file resumes exactly; a copy has exact fp32 weights."
     make = lambda: learner(model(), opt_func=OWN['kahan'], wd=0.1, dls=loaders(n), path=tmp_path)
-    copies, straight, resumed = [], make().to_half_weights(**NONE), make().to_half_weights(**NONE)
+    copies, straight, resumed = [], make().to_bf16(**NONE), make().to_bf16(**NONE)
     keep = lambda l: (l.save(str(l.epoch)), copies.append(copy.deepcopy(l)))
     straight.fit(3, 0.01, cbs=At('after_epoch', keep, 70))
     resumed.load('0').fit(2, 0.01)
@@ -150,7 +149,7 @@ def test_a_file_loaded_in_a_fit_is_loaded_exactly(event, with_opt, tmp_path):
     with torch.no_grad():
         [p.mul_(300.0) for p in learn.model.parameters()]  # with a large compensation
     load = lambda l: (event == 'after_epoch' or third_batch(l)) and l.load('best', with_opt=with_opt)
-    learn.to_half_weights(**NONE).fit(1, 1e-6, cbs=At(event, load, 80))
+    learn.to_bf16(**NONE).fit(1, 1e-6, cbs=At(event, load, 80))
     torch.testing.assert_close(params(learn), params(best), rtol=0, atol=1e-3 * (event == 'after_batch'))
 
 
@@ -175,9 +174,16 @@ def test_optimizers_and_parameters_that_do_not_fit(expected):
     "The error comes before callbacks change the learner, as MixUp does with the loss when a fit begins."
     lines = []
     for name, (arguments, given) in REFUSED.items():
-        learn, begun = learner(**given).to_half_weights(**arguments), []
+        learn, begun = learner(**given).to_bf16(**arguments), []
         with pytest.raises(ValueError) as e:
             learn.fit(1, cbs=At('before_fit', begun.append, -20))
         lines += [f'# {name}', str(e.value), '']
         assert begun == [] and is_outside_a_fit(learn)
     assert '\n'.join(lines) == expected('half_weights')
+
+
+def test_fastais_arguments():
+    cb = learner().to_half_weights('fp16', 512.0, True, True, '1').mixed_precision
+    assert repr(cb.precision) == "learn.to_fp16(loss_scale=512.0, fp32_modules='1', flat_master=True)"
+    cb = learner().to_half_weights(**NONE, max_skips=3).mixed_precision
+    assert (repr(cb.precision), cb.max_skips) == ('learn.to_bf16(master_weights=False)', 3)

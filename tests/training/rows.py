@@ -67,14 +67,11 @@ TO = {
     'own scaler': To('fp16', dict(scaler=lambda: torch.amp.GradScaler(DEVICE.type, **SCALING)), FP16, SCALING),
     'unscaled': To('fp16', dict(enabled=False), FP16),
     'all in fp32': To('bf16', dict(fp32_modules='*')),
-    'half weights': To('half_weights', {}, BF16),
-    'flat': To('half_weights', dict(flat_master=True), BF16, opt='adam'),
-    'flat fp16': To(
-        'half_weights', dict(amp_mode='fp16', flat_master=True, loss_scale=512.0), FP16, dict(init_scale=512.0)
-    ),
+    'flat': To('bf16', dict(flat_master=True), BF16, opt='adam'),
+    'flat fp16': To('fp16', dict(flat_master=True, loss_scale=512.0), FP16, dict(init_scale=512.0)),
     'tf32': To('tf32'),
     'fp8': To('fp8', {}, BF16, prepare=in_torchao),
-    'no masters': To('half_weights', dict(master_weights=False), BF16, opt='kahan'),
+    'no masters': To('bf16', dict(master_weights=False), BF16, opt='kahan'),
 }
 
 

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from fastxtend_amp import HalfWeights, MixedPrecision, fused, kahan
+from fastxtend_amp import MixedPrecision, fused, kahan
 from fastxtend_amp.precisions import BF16 as BF16Precision
 from helpers import Attentive, errors_of, learner, told
 
@@ -69,10 +69,9 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'fp32_modules, a number': lambda l: l.to_bf16(fp32_modules=3),
     'fp32_modules, no type of modules': lambda l: l.to_bf16(fp32_modules=int),
     'half weights in TF32': lambda l: l.to_half_weights('tf32'),
-    'half weights, static bf16': lambda l: l.to_half_weights(loss_scale=512.0),
-    'half weights, no': lambda l: l.to_half_weights(master_weights='no'),
-    'half weights, scale 0': lambda l: HalfWeights('fp16', 0.0),
-    'half weights, flat without masters': lambda l: l.to_half_weights(flat_master=True, master_weights=False),
+    'half weights, no': lambda l: l.to_bf16(master_weights='no'),
+    'half weights, flat without masters': lambda l: l.to_bf16(flat_master=True, master_weights=False),
+    'half weights, by name': lambda l: MixedPrecision('half_weights'),
     'half weights, fp16 without masters': lambda l: l.to_half_weights('fp16', master_weights=False),
     'fused, an optimizer': lambda l: fused(torch.optim.RMSprop),
     'fused, a list': lambda l: fused(['AdamW']),

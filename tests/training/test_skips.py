@@ -291,7 +291,6 @@ TOLD = {
     'more than half': lambda: learner(linear(), cbs=spoil_at(0, 1, 2, 5)).to_fp16(init_scale=64.0),
     'bf16': lambda: learner(cbs=spoil_at(*range(6))).to_bf16(skip_nonfinite=True),
     'ignored': lambda: learner(cbs=spoil_at(*range(6))).to_fp16(on_overflow='ignore'),
-    '16-bit weights': lambda: learner(cbs=spoil_at(*range(5))).to_half_weights('fp16'),
 }
 
 

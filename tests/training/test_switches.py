@@ -157,7 +157,7 @@ EVENTS_BY_HAND = {
 @pytest.mark.parametrize('what', EVENTS_BY_HAND)
 def test_single_events_by_hand_run_without_autocast(what, monkeypatch):
     monkeypatch.setattr(core.event, 'before_own', 'before_own', raising=False)
-    for to in ('fp16', 'bf16', 'half weights'):
+    for to in ('fp16', 'bf16', 'flat'):
         learn, before = make(to), process()
         learn.create_opt()
         learn._split(learn.dls.one_batch())
