@@ -458,7 +458,11 @@ def test_the_learner_is_not_modified_but_for_its_precision():
     [
         (lambda l: l.to_fp16(init_scale=8.0, max_skips=3), 'bf16', 'learn.to_bf16(max_skips=3)'),
         (lambda l: l.to_fp16(loss_scale=8.0, flat_master=True), 'bf16', 'learn.to_bf16(flat_master=True)'),
-        (lambda l: l.to_bf16(master_weights=False, fp32_modules='1'), 'fp16', "learn.to_fp16(fp32_modules=['1'])"),
+        (
+            lambda l: l.to_bf16(master_weights=False, fp32_modules=nn.BatchNorm1d),
+            'fp16',
+            "learn.to_fp16(fp32_modules=['1'])",
+        ),
         (lambda l: l.to_bf16(on_overflow='raise'), 'fp32', 'learn.to_fp32()'),
         (lambda l: l.to_bf16(on_overflow='raise'), 'bf16', "learn.to_bf16(on_overflow='raise')"),
     ],
