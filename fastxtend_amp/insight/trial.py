@@ -65,11 +65,13 @@ class Trial:
     def train(self, steps: Iterable[int]) -> None:
         "Train a round on the batches of these steps, and time it. The first round is a warm-up."
         set_random_state(self.random_state)
+        cb = precision_callback(self.copy)
         # At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
-        run_outermost(self.copy, precision_callback(self.copy), 'train', partial(self._train_and_time, steps))
+        run_outermost(self.copy, cb, 'train', partial(self._train_and_time, steps, cb))
         self.random_state = random_state()
 
-    def _train_and_time(self, steps):
+    def _train_and_time(self, steps, cb):
+        if cb: cb.ready_fit()                                    # which a fit does once, not in each round
         wait_for(self.device)
         before, start = allocated(self.device), time.perf_counter()
         losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]

@@ -147,7 +147,7 @@ class MixedPrecision(fp16.MixedPrecision):
         return [*self.history.read().skips]
     @property
     def skipped(self) -> bool:
-        "True if the latest step was skipped; known from `before_step` (order > 10) on. May synchronize."
+        "True if the open fit's latest step was skipped; known from `before_step` (order > 10) on. May synchronize."
         return bool((scaling := self._scaling) and scaling.step.found_inf)
 
     def state_dict(self) -> dict[str, Any]: # In fp16 scale, its rules and its growth tracker
@@ -255,13 +255,17 @@ class MixedPrecision(fp16.MixedPrecision):
         "Drop the casts. Callbacks of a higher order may now exchange the weights."
         if self.parts: self.parts[-1].close()
 
-    def before_batch(self):
-        "Enter autocast."
+    def ready_fit(self) -> Fit:
+        "Return the fit, opened and prepared for the next batch."
         fit, learn = self.fit or self.open_fit(), self.learn
         if learn.model is not fit.model: fit.use_model()
-        if learn.training and learn.opt is not None:
-            if not fit.is_training: fit.begin_training()
-            if fit.scaling: fit.scaling.start()
+        if learn.training and learn.opt is not None and not fit.is_training: fit.begin_training()
+        return fit
+
+    def before_batch(self):
+        "Enter autocast."
+        fit = self.ready_fit()
+        if fit.scaling and fit.is_training and self.learn.training: fit.scaling.start()
         fit.clear_old_casts()
         for context in fit.precision.around_batch(fit.device): self.parts[-1].enter(context)
 

@@ -3,7 +3,7 @@
 `to_amp(measure=True)` selects the fastest whose loss matches fp32.
 """
 
-import math
+import math, time
 
 import numpy as np
 import pandas as pd
@@ -260,6 +260,12 @@ def test_rounds(expected, sleeps):
         seconds = f'{sleeps.now - start:.1f} s, other seeds: {len(r.seed_losses)}'
         texts += [f'# {name}: {r.recommended}: {r.reason}', seconds, table.to_string(float_format='%.2f'), '']
     assert '\n'.join(texts) == expected('comparison_rounds')
+
+
+def test_what_a_fit_does_once_is_not_timed_in_each_round(sleeps, monkeypatch):
+    monkeypatch.setattr(BF16, 'prepare', lambda precision, learn: time.sleep(1))
+    r = learner(cbs=Costs(dict(bf16=2.0))).compare_precision('bf16', n_steps=16, max_seconds=1000)
+    assert r.table['speed-up']['bf16'] == pytest.approx(2, rel=0.01)
 
 
 def test_rounds_alternate_and_none_always_follows_the_same():
