@@ -75,7 +75,7 @@ class Judge:
         except OutOfTime as e:
             words, call = e.args
             self.found.append(words)
-            return self._verdict('not known', again=call)
+            return self._verdict('not known', again=call, modules=self.keep)
 
     def _search(self):
         while not self.sample.wrong:

@@ -66,7 +66,6 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     if self.opt is None: self.create_opt()
     with_opt = kwargs.get('with_opt')                            # None if it is not given, which means True to fastai
     if args and isinstance(self, TextLearner): with_opt = args[0]     # whose `load` has `device` after it
-    if with_opt is not False: loaded_states(self).clear()        # of an earlier file
     of_optimizer, in_file = self.opt.load_state_dict, dict[str, Any]()
 
     def load_state_dict(state: Any) -> None:
@@ -78,7 +77,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     # Not above: fastai turns each error of `load_state_dict` into a warning, and then the optimizer has no state.
     states = {cls.state_key: in_file[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in in_file}
     if cb is not None and in_file: cb.load_state_dict(states.pop(cb.precision.state_key, None))
-    if states: self.loaded_precision = states
+    if with_opt is not False: self.loaded_precision = states     # instead of those of an earlier file
     return self
 
 
@@ -95,7 +94,7 @@ def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None
     kept = {**vars(self)}
     try:
         for name, value in kept.items():
-            if _is_ours(value): del vars(self)[name]
+            if _is_ours(value) or name == 'loaded_precision': del vars(self)[name]
         self.metrics = self.metrics.filter(_is_ours, negate=True)
         self.cbs = self.cbs.filter(_is_ours, negate=True)
         original(self, *args, **kwargs)

@@ -162,14 +162,15 @@ def precision_as(self: Learner,
     For example, `with learn.precision_as('fp32'): learn.validate()`. The history of steps is restored as well.
     """
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
-    own, loaded = precision_callback(self), {**loaded_states(self)}
+    own, states = precision_callback(self), loaded_states(self)
+    loaded = {**states}
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     fastais = [cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not own]
     try: yield set_precision(self, None if type(new.precision) is Precision else new)
     finally:
         exchange(self, own)                                      # without a check: the model may have been exchanged
         self.add_cbs(fastais)
-        loaded_states(self).update(loaded)                       # `new` may have continued from it
+        states.update(loaded)                                    # `new` may have continued from it
 
 
 @patch

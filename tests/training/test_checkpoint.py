@@ -276,6 +276,9 @@ def test_a_file_that_is_loaded_before_fp16_is_set(first, tmp_path):
     after_fits('fp32', tmp_path).save('plain')
     assert not told(lambda: other.to_fp32().load('a').load('plain').to_fp16(), 'scale')
     assert other.mixed_precision.scale == 65536
+    with other.to_fp32().load('a').precision_as('bf16'):
+        other.load('plain')
+    assert other.to_fp16().mixed_precision.scale == 65536
 
 
 def test_a_model_copied_in_a_fit_is_exported_plain(tmp_path):
