@@ -32,7 +32,7 @@ WORDS = {
         'The loss is NaN': 'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
-                           'early stopping NaN',
+                           'early stopping NaN, 1e-8, eps, epsilon, pow',
         'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
                                   'stuck at chance level, '
                                   'silent overflow',
@@ -59,6 +59,7 @@ WORDS = {
         'RuntimeError: could not create a primitive descriptor':
             "could not create a primitive descriptor, not implemented for 'Half', LSTM bf16 error, GRU error",
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
+        'RuntimeError: ... are unsafe to autocast': 'unsafe to autocast, BCELoss, binary_cross_entropy',
         "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
         'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
@@ -145,7 +146,7 @@ WORDS = {
         'Hugging Face models': 'HuggingFace, Hugging Face, transformers, dict batch',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
-        'A custom loss function': 'custom loss, focal loss, loss function, BCELoss, unsafe to autocast, multi-label',
+        'A custom loss function': 'custom loss, focal loss, loss function, multi-label',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'The report for a PyTorch loop, Lightning or the Trainer':

@@ -52,8 +52,9 @@ def precision_report(self: Learner,
     with fp32.
 
     The verdict holds for these batches and weights: call it again after some training. `device='cuda'` applies CUDA's
-    autocast rules on a CPU; the kernels are those of the CPU. A compiled model runs uncompiled. The learner is not
-    modified. In distributed runs each process makes its own report.
+    autocast rules on a CPU; the kernels, and the rules in `fit`, are those of the CPU. A compiled model runs
+    uncompiled. The learner's own `fp32_modules` are kept. The learner is not modified. In distributed runs each process
+    makes its own report.
 
     Raises:
 

@@ -34,7 +34,7 @@ class Verdict:
     flagged: list[str] = field(default_factory=list)
     init_scale: float | None = None # First loss scale, if the default does not suit
     error: float = math.nan # Relative difference of predictions from those in fp32
-    is_emulated: bool = False # Whether this device emulates the precision of `call`
+    is_emulated: bool = False # Whether this device emulates the precision of `call`; not with `device='cuda'`
 
     @property
     def call(self) -> str:
@@ -53,7 +53,7 @@ class Verdict:
 
 @dataclass(repr=False, eq=False)
 class PrecisionReport(Shown):
-    """The result of `Learner.precision_report`.
+    """The result of `precision_report`.
 
     In `table`, only your own `fp32_modules`, and modules that raise an error in 16 bits, were in fp32.
 
