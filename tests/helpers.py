@@ -121,7 +121,8 @@ def replaced(model):
 
 def left_on(learn):
     "Return the attributes that no plain learner has, without callbacks, and those in `replaced`."
-    return [*vars(learn).keys() - plain_names() - {cb.name for cb in learn.cbs}, *replaced(learn.model)]
+    names = {name for name in vars(learn) if name != 'loaded_precision' or learn.loaded_precision}
+    return [*names - plain_names() - {cb.name for cb in learn.cbs}, *replaced(learn.model)]
 
 
 def is_outside_a_fit(learn):

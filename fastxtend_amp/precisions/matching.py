@@ -90,7 +90,7 @@ def tests_of(spec: Any, argument: str) -> list[tuple[Any, Test]]:
 
 
 def _test_of(part: Any, argument: str) -> Test:
-    if isinstance(part, str): return lambda name, m: fnmatch.fnmatchcase(name, part)
+    if isinstance(part, str): return lambda name, m: name == part or fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module): return lambda name, m: m is unwrapped(part)
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)
     if callable(part) and not isinstance(part, type): return lambda name, m: bool(part(m))

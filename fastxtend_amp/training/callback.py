@@ -166,7 +166,8 @@ class MixedPrecision(fp16.MixedPrecision):
         loss: torch.Tensor, # The loss of a backward pass of your own, fp32
     ) -> torch.Tensor: # To call `.backward()` on
         "Return `loss` times the loss scale, in a training batch with loss scaling; otherwise `loss` itself."
-        if scaling := self._scaling:
+        scaling = self.in_batch and self.learn.training and self._scaling
+        if scaling:
             scaling.early_changes = None                         # its backward pass adds to scaled ones
             loss = scaling.scale_loss(loss)
         return loss

@@ -166,7 +166,10 @@ def precision_as(self: Learner,
     loaded = {**states}
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     fastais = [cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not own]
-    try: yield set_precision(self, None if type(new.precision) is Precision else new)
+    try:
+        set_precision(self, None if type(new.precision) is Precision else new)
+        if own: states = self.loaded_precision = {**states, own.precision.state_key: own.state_dict()}   # for `save`
+        yield self
     finally:
         exchange(self, own)                                      # without a check: the model may have been exchanged
         self.add_cbs(fastais)
@@ -184,7 +187,9 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     precision = cb.precision if cb else Precision()
     precision.check_device(device)
     fit = cb and cb.fit
-    if fit: fit.use_model()
+    if fit:
+        fit.use_model()
+        fit.clear_old_casts()                                    # in a validation weights may have changed
     around_fit = [] if fit else precision.around_fit(self.model)
     with ExitStack() as stack:
         contexts = [backward_without_autocast(), *around_fit, *precision.around_batch(device)]

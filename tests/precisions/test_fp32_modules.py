@@ -66,6 +66,10 @@ def test_what_can_be_named(spec, names):
     assert kept(Attentive(), spec) == names
 
 
+def test_a_name_with_the_signs_of_wildcards_means_itself():
+    assert kept(nn.ModuleDict({'a[0]': nn.Linear(1, 1), 'a0': nn.Linear(1, 1)}), 'a[0]') == ['a[0]', 'a0']
+
+
 def test_modules_themselves_lists_and_names_inside_wrappers():
     model = Attentive()
     assert kept(model, model.attn) == ['attn']

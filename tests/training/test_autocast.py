@@ -299,3 +299,18 @@ def test_predictions_are_those_of_a_cast_in_each_batch(to, model, kept, way):
     assert torch.equal(found, expected) and same(params(learn), params(without)) and process() == before
     if way in CHANGES:
         assert not torch.equal(found[8:], ready(to, model, fp32_modules=kept).get_preds()[0][8:])
+
+
+def test_a_model_that_is_called_by_hand_in_a_validation_uses_its_present_weights():
+    found = []
+
+    def call(l):
+        by_copy(l)
+        with l.amp_context():
+            pred = l.model(*l.xb)
+        torch.clear_autocast_cache()
+        with l.amp_context():
+            found.append(torch.equal(pred, l.model(*l.xb)))
+
+    ready('bf16', 'mlp').get_preds(cbs=At('after_loss', call, 20))
+    assert found and all(found)

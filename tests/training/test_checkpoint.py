@@ -281,6 +281,13 @@ def test_a_file_that_is_loaded_before_fp16_is_set(first, tmp_path):
     assert other.to_fp16().mixed_precision.scale == 65536
 
 
+def test_a_file_saved_in_another_precision_for_a_while_has_the_scale(tmp_path):
+    learn = after_fits('overflowing', tmp_path)
+    with learn.precision_as('fp32'):
+        learn.save('a')
+    assert make('overflowing', path=tmp_path).load('a').mixed_precision.scale == learn.mixed_precision.scale
+
+
 def test_a_model_copied_in_a_fit_is_exported_plain(tmp_path):
     "As an average of weights that takes the model's place afterwards."
     for end in (lambda l: l.to_fp32(), lambda l: told(lambda: l.export('model.pkl'))):

@@ -98,6 +98,29 @@ def test_steps_that_another_callback_cancels_are_no_attempts():
     assert trackers == [1, 1, 2, 2, 3, 3] and learn.mixed_precision.scales == [1024.0] * 3 and largest(learn) == 0
 
 
+def test_losses_outside_of_a_training_batch_are_not_scaled():
+    found = {}
+    events = [name for name in core._events if name not in ('after_create', 'before_fit', 'after_fit')]
+    for name in events:
+
+        def note(l, name=name):
+            loss = l.mixed_precision.scale_loss(torch.ones((), requires_grad=True))
+            found.setdefault((name, l.training), float(loss))
+
+        events[events.index(name)] = At(name, note, 20)
+    learner(cbs=events).to_fp16(init_scale=8.0).fit(1)
+    scaled = {name for (name, is_training), loss in found.items() if loss == 8}
+    assert scaled == {
+        'before_batch',
+        'after_pred',
+        'after_loss',
+        'before_backward',
+        'after_backward',
+        'before_step',
+        'after_step',
+    } and all(is_training for (_, is_training), loss in found.items() if loss == 8)
+
+
 def test_steps_without_gradients_are_no_attempts():
     learn = make('fp16', cbs=[At('before_step', lambda l: third_batch(l) and l.model.zero_grad(set_to_none=True), 5)])
     learn.fit(1, 0.01)
