@@ -71,6 +71,14 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(m, COMPILED_NAME) or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
+def is_compiled_function(x: Any) -> bool:
+    """Return whether `x` is what `torch.compile(function)` returns.
+
+    Relies on `_torchdynamo_orig_callable` (seen in 2.9 to 2.15). Without it such a model cannot be examined on a copy.
+    """
+    return hasattr(x, '_torchdynamo_orig_callable')
+
+
 # Makes a context in which tensors of subclasses are plain ones: reading one of fastai's class takes ten times
 # longer. Relies on a name of 2.0. Without it nothing can be imported.
 without_subclasses = torch._C.DisableTorchFunctionSubclass

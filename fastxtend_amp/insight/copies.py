@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..compat import COMPILED_NAME, is_compiled_function
 from ..devices.facts import autocast_available
 from ..learners import inner_optimizer, is_sharded, training_device
 from ..messages import check_argument, first_line, is_users, package_of
@@ -46,8 +47,9 @@ def copied_learner(
     """
     device = training_device(learn).type
     no_autocast: Any = torch.autocast(device, enabled=False) if autocast_available(device) else nullcontext()
-    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.enable_grad(), no_autocast,
-          warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False)):  # an overflow is looked at, or skipped
+    with (random_state_kept(), tempfile.TemporaryDirectory() as folder, torch.inference_mode(False),
+          torch.enable_grad(), no_autocast, warnings.catch_warnings(),
+          torch.autograd.set_detect_anomaly(False)):             # an overflow is looked at, or skipped
         warnings.simplefilter('ignore')                          # for example, that a precision is emulated
         new = _copy(learn, optimizer)
         new.path, new.model_dir = Path(folder), 'models'
@@ -68,7 +70,7 @@ def copied_learner(
 
 
 # Attributes of a copy; the learner's may have an open file, as CSVLogger's `logger` does.
-_SILENT = dict(scaler=None, logger=noop, save=noop, load=noop, export=noop)
+_SILENT = dict(scaler=None, logger=noop, save=noop, load=noop, export=noop, loaded_precision={})
 
 
 def _copy(learn, optimizer):
@@ -80,7 +82,7 @@ def _copy(learn, optimizer):
     def add(name, part):
         "Copy a part, except for what parts before it share."
         try:
-            with _Detached(): vars(new)[name] = deepcopy(part, memo)
+            with _Detached(): vars(new)[name] = _copied(part, memo)
         except torch.OutOfMemoryError: raise
         except Exception as e:
             raise ValueError(f'This learner cannot be copied: copying `{name}` failed ({first_line(e)}). Only '
@@ -99,9 +101,21 @@ def _copy(learn, optimizer):
     if new.opt:                                                  # copying leaves out flags, such as `fused`
         for name, flag in vars(inner_optimizer(learn.opt)).items():
             if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
-    for m in new.model.modules():                                # that waits for no other process
+    for m in new.model.modules():
+        forward = vars(m).get('forward')
+        if hasattr(m, COMPILED_NAME): continue
+        if is_compiled_function(forward): del vars(m)['forward'] # it would run the original
+        elif forward: vars(m)['forward'] = _copied(forward, memo)
+        # One that waits for no other process.
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
+
+
+def _copied(x, memo):
+    "Copy anything; of a function, which a user has put in the place of a method, what its closure refers to as well."
+    if not isinstance(x, FunctionType): return deepcopy(x, memo)
+    cells = [CellType(deepcopy(cell.cell_contents, memo)) for cell in x.__closure__ or ()]
+    return FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, tuple(cells))
 
 
 class _Detached(TorchFunctionMode):

@@ -74,7 +74,7 @@ def diagnose(
     except Exception as e:
         if alarm.is_odd: return None
         return Diagnosis('The batch could not be run again', f'{type(e).__name__}: {str(e).rstrip(".")}')
-    return found and found._replace(cause=f'Re-running that batch with the same random numbers: {found.cause}')
+    return found and found._replace(cause=f"Re-running that batch, with PyTorch's random state restored: {found.cause}")
 
 
 def _run_again(

@@ -21,6 +21,7 @@ CLOSE = 4.              # headroom below which a module is flagged
 MARGIN = 16.            # between a recommended loss scale and the highest, as later gradients may be larger
 _IMPRECISE = .1         # relative error from which a module is flagged
 _NEGLIGIBLE = .1        # of the mean absolute gradient: smaller gradients may underflow
+_HIGHEST = 62            # power of two of a loss scale that is recommended, even if gradients are tiny
 NO_AUTOCAST = '`with torch.autocast(x.device.type, enabled=False)`'
 
 
@@ -113,7 +114,7 @@ def loss_scales(run: Recording) -> tuple[float, float]:
     info = torch.finfo(run.precision.dtype or torch.float32)
     half = [m.reference for m in run.modules.values() if m.largest_half and m.reference.grad]
     if not half: return 1., 2. ** 24
-    most = 2. ** math.floor(math.log2(info.max / max(m.grad for m in half)))
+    most = 2. ** min(math.floor(math.log2(info.max / max(m.grad for m in half))), _HIGHEST)
     mean = sum(m.grad_sum for m in half) / sum(m.n_grads for m in half)
     least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (_NEGLIGIBLE * mean)))
     low_enough = min(1., most / MARGIN)                          # 1 will do if it leaves a margin

@@ -119,8 +119,7 @@ class Recording(TorchDispatchMode):
         "Record the gradients of the parameters."
         for name, m in qualified_names(model):
             for p in m.parameters(recurse=False):
-                if p.grad is None or not is_plain(p.grad): continue
-                g = p.grad.to_dense()
+                if p.grad is None or not is_plain(g := p.grad.to_dense()): continue
                 if not all_finite(g): self.not_finite = self.not_finite or 'gradient'
                 if name in self.modules: self._record_gradient(self.modules[name], g)
 

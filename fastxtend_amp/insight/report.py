@@ -84,11 +84,13 @@ def precision_report(self: Learner,
             drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
 
+        rules = ", device='cuda'" if simulated else ''
+
         def before_run(name, unknown):
             show(name)
             if time.monotonic() > until:
                 raise OutOfTime(f'the time limit (`max_seconds={max_seconds:g}`) was reached before {unknown}',
-                                f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g})")
+                                f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g}{rules})")
         return _Work(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(kinds)
 
 

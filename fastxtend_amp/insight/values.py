@@ -35,8 +35,9 @@ def readable(x: object) -> list[torch.Tensor]:
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    "Return whether `t` can be read: subclasses with their own operators, and 8-bit formats, may not support it."
-    return t.element_size() > 1 and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    "Return whether `t` can be read: sparse, nested and 8-bit tensors, and subclasses, may not have the operators."
+    is_dense = t.layout is torch.strided and not t.is_nested and t.element_size() > 1
+    return is_dense and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def address(t: torch.Tensor) -> int: # 0 if it has none

@@ -1,5 +1,6 @@
 "The console script `fastxtend_amp_demo`: compares the precisions of this device on handwritten digits."
 import argparse, os
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ class Attention(nn.Module):
 def reader(device: torch.device) -> Learner:
     "Return a learner with a small network that reads the digits row by row."
     set_seed(42)
-    net = nn.Sequential(nn.Flatten(1, 2), nn.Linear(16, 64), Attention(), nn.Flatten(), nn.Linear(1024, 10))
-    return Learner(digits(device), net, loss_func=CrossEntropyLossFlat(), lr=LR)
+    layers = OrderedDict(rows=nn.Flatten(1, 2), embed=nn.Linear(16, 64), attention=Attention(), flat=nn.Flatten(),
+                         head=nn.Linear(1024, 10))
+    return Learner(digits(device), nn.Sequential(layers), loss_func=CrossEntropyLossFlat(), lr=LR)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

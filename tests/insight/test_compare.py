@@ -387,7 +387,7 @@ CHOICES = {  # speed-ups, and what makes the learner
     'fp16 overflows': (dict(bf16=2.0, fp16=9.0), lambda **kw: learner(Breaks(lambda h: h * math.inf), **kw)),
     'fp16 does not run': (dict(bf16=2.0, fp16=9.0), lambda **kw: learner(Breaks(fills), **kw)),
     'fp32 is not finite': ({}, lambda **kw: learner(nn.Sequential(nn.Linear(6, 1), Act(torch.log)), **kw)),
-    'no weight is trained': ({}, lambda **kw: learner(model := mlp(), splitter=lambda _: [*model.parameters()], **kw)),
+    'no weight is trained': ({}, lambda **kw: learner(splitter=lambda _: [*mlp().parameters()], **kw)),
     'compiled': (
         dict(bf16=2.0),
         lambda **kw: learner(nn.Sequential(torch.compile(nn.Linear(6, 1), backend='eager')), **kw),

@@ -63,8 +63,20 @@ def with_loss_of_own_weights():
     return learner(model, loss_func=loss)
 
 
+def with_patched_methods():
+    "Closures, and a compiled function, in the place of methods."
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    learn = learner(model, dls=shuffled())
+    learn.fit(1)
+    forward, step = model[1].forward, learn._step
+    model[1].forward, learn._step = lambda x: forward(x), lambda: step()
+    model[2].forward = torch.compile(model[2].forward, backend='eager')
+    model.train()  # so that BatchNorm's statistics show who runs
+    return learn
+
+
 LEARNERS = [rich, lambda: rich('adam', fit=False), language_model, compiled_with_norms]
-LEARNERS += [gan, with_own_optimizer, data_parallel, with_loss_of_own_weights]
+LEARNERS += [gan, with_own_optimizer, data_parallel, with_loss_of_own_weights, with_patched_methods]
 
 
 @pytest.mark.parametrize('make', LEARNERS)
@@ -72,7 +84,7 @@ def test_the_learner_is_not_modified(make):
     learn = make()
     before = bits(learn)
     around = torch.autocast('cpu', dtype=torch.bfloat16)  # does not reach the copy, nor does `no_grad`
-    with torch.no_grad(), around, copied_learner(learn, FP32, optimizer=learn.opt is not None) as copy:
+    with torch.inference_mode(), around, copied_learner(learn, FP32, optimizer=learn.opt is not None) as copy:
         assert not torch.is_autocast_enabled('cpu')
         assert same(params(copy), params(learn))
         train(copy)
@@ -106,14 +118,16 @@ def test_what_hangs_on_the_learner_is_copied():
     twice = [InStep(event, lambda l, e=event: seen.append(e)) for event in ('before_batch', 'after_step')]
     learn = learner(cbs=[Keeps(), MixUp(), *twice])
     learn.history, learn.seen = {'losses': [], 'rows': learn.dls.train.dataset}, torch.zeros(1)
-    learn.best, learn.watched = learn.model, [learn.history]
+    learn.best, learn.watched, learn.loaded_precision = learn.model, [learn.history], {'grad_scaler': {}}
     learn.fit(1)
     seen.clear()
     with copied_learner(learn, FP32) as copy:
         train(copy)
         assert seen == ['before_batch', 'after_step'] * 4  # both callbacks of one name
         assert len(copy.history['losses']) == copy.seen == 10 and copy.watched[0] is copy.history
-        assert copy.best is copy.model and copy.keeps.learn is copy and copy.dls is learn.dls
+        assert (
+            not copy.loaded_precision and copy.best is copy.model and copy.keeps.learn is copy and copy.dls is learn.dls
+        )
         assert copy.history['rows'] is learn.dls.train.dataset
         assert copy.recorder.losses == learn.recorder.losses and copy.recorder.losses is not learn.recorder.losses
     assert len(learn.history['losses']) == learn.seen == 6

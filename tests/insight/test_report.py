@@ -404,6 +404,16 @@ def test_time_that_is_over_leaves_what_is_known(clock):
     assert re.fullmatch(r"values in '0.attn' reach .* was reached before (it was known what helps)", fp16.reason)
     report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
+    again = learn.precision_report('fp16', max_seconds=5.0, device='cuda').verdicts['fp16'].call
+    assert again == "learn.precision_report('fp16', max_seconds=50, device='cuda')"
+
+
+def test_tiny_gradients_get_a_scale_that_can_be_passed():
+    learn = learner(loss_func=lambda p, y: (p - y).square().mean() * 1e-30)
+    verdict = learn.precision_report('fp16').verdicts['fp16']
+    eval(verdict.call, {'learn': learn})
+    learn.fit(1)
+    assert 2**50 < verdict.init_scale <= 2**62 and not any(learn.mixed_precision.skips)
 
 
 # -- every model that trains can be reported on
@@ -512,6 +522,9 @@ RUNS = {
     'masked targets': masked,
     'a backward pass in a callback': scales_itself,
     'writes into its inputs': lambda: learner(nn.Sequential(Act(lambda x: x.mul_(200)), nn.Linear(6, 1))),
+    'a sparse matrix inside': lambda: learner(
+        layers(Act(lambda h: torch.sparse.mm(torch.eye(8).to_sparse(), h.float().T).T))
+    ),
     'fused attention': lambda: learner(layers(Act(attends))),
     'float8': fp8,
 }
