@@ -1,4 +1,4 @@
-"""PyTorch's undocumented names: what the callback relies on, and then what reports do.
+"""PyTorch's undocumented names that several files need: the callback's first, then those of reports.
 
 Each docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  since 
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: F401  since 1.13
 from torch.utils.flop_counter import flop_registry
 
-# Of the module inside what `torch.compile(module)` gives (since 2.0); without it a compiled model counts as one module.
+# The attribute in which `torch.compile(module)` keeps the module (2.0). Without it a compiled model is one module.
 COMPILED_NAME = '_orig_mod'
 
 

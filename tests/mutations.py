@@ -53,7 +53,7 @@ def killer(tests: list[str], row: Mutation | None = None) -> str:
             file = root / 'fastxtend_amp' / row.file
             text = file.read_text(encoding='utf-8')
             if text.count(row.line) != 1:
-                raise SystemExit(f'{row.file} has {text.count(row.line)} times: {row.line}')
+                raise SystemExit(f'{row.line!r} occurs {text.count(row.line)} times in {row.file}')
             file.write_text(text.replace(row.line, row.change), encoding='utf-8')
         env = {**os.environ, 'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
         options = ['-x', '-q', '--tb=no', '-W', 'ignore', '-p', 'no:cacheprovider']

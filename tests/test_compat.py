@@ -32,6 +32,7 @@ def test_compiled_modules():
     assert compat.is_compiled(nn.Sequential(compiled)) and not compat.is_compiled(m)
     m.compile()
     assert compat.is_compiled(m)
+    assert compat.is_compiled_function(torch.compile(m.forward)) and not compat.is_compiled_function(m.forward)
 
 
 def test_subclasses_are_plain_tensors():

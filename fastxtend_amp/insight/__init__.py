@@ -1,4 +1,4 @@
-"""Report, comparison and diagnosis: which precision a model trains in, which one pays, and why training failed.
+"""Report, comparison and diagnosis: which precision a model trains in, which is fastest, and why training failed.
 
 The path of a verdict, each line calling those below it that are further to the right:
 

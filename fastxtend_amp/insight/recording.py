@@ -21,7 +21,7 @@ from .values import all_finite, is_plain, readable
 class Recording(TorchDispatchMode):
     """The record of some batches in one precision, each from its forward pass to its gradients.
 
-    If an exception ends it, `failed_in` is what it is charged to:
+    If an exception ends it, `failed_in` is where it was raised:
 
         ''                 before the first batch, such as in `before_fit`
         LOSS               in a batch, until there is a loss

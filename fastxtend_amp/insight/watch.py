@@ -39,7 +39,7 @@ class Observations:
         self.generators = torch_generators()
 
     def divergence(self, model: nn.Module) -> str:
-        """Describe how far weights and loss have grown since the start, if either has a hundredfold; '' otherwise.
+        """Describe how far weights and loss have grown since the start, if either has grown 100-fold; '' otherwise.
 
         A loss that grew without the weights was small by chance. This waits for the device.
         """
@@ -148,7 +148,7 @@ class FailureWatcher(Watcher):
     def _check_loss(self, seen, loss):
         if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', self.cb.learn.scaler.get_scale())
         seen.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it ends where training fails
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it diverges on purpose
 
     def _alarm(self, what, scale, is_odd=False): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."

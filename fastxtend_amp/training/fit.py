@@ -82,8 +82,9 @@ class Fit(ExitStack):
     def end(self, failed: bool) -> None:
         "Exit all contexts. With loss scaling, a failure in training zeroes the gradients."
         vars(self.learn).pop('scaler', None)
-        with self:
+        try:
             if self.scaling: self.scaling.end(failed and self.is_training)
+        finally: self.close()
 
     def clear_old_casts(self) -> None:
         "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."

@@ -12,7 +12,7 @@ _READ_EVERY = 512  # steps between two reads
 class StepHistory:
     """The loss scale of each attempted optimizer step, whether it was skipped, and the scale of the next one.
 
-    The device may decide what is skipped, and the host knows what it has read. All methods read but `add`.
+    The device may decide what is skipped, and the host knows what it has read. Every method except `add` reads.
     """
     fit_start = epoch_start = 0                                  # steps before the newest fit, and before its epoch
     highest_good = 0.                                            # scale of a step of the fit that was not skipped
@@ -29,7 +29,7 @@ class StepHistory:
         next_scale: torch.Tensor, # Of the first step
         known_scale: float, # The same on the host
     ) -> None:
-        "Begin a fit."
+        "Forget the good scales of earlier fits, and start from this scale."
         self.fit_start, self.highest_good = len(self.read().scales), 0.
         self.next_scale, self.known_scale = next_scale, known_scale
 
