@@ -24,7 +24,7 @@ from ..precisions.base import Rounding
 from ..precisions.matching import ROOT, qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
-from .calls import Call, own_precision
+from .calls import Call
 from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_reference
 from .random_states import RandomState, random_state, set_random_state
@@ -177,11 +177,10 @@ def running_copy(
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
     # The precision of this dtype needs neither hardware nor other packages.
     of_dtype = find_precision(precision.dtype or torch.float32)
-    simulated = Call.from_own(learn, of_dtype, precision.fp32_modules or (), precision.first_scale)
-    with (copied_learner(learn, simulated) as copy, torch.compiler.set_stance('force_eager'),
+    scaling = {'init_scale': precision.first_scale} if of_dtype.scales_loss else {}
+    simulated = of_dtype(fp32_modules=precision.fp32_modules, **scaling)
+    with (copied_learner(learn, Call(simulated)) as copy, torch.compiler.set_stance('force_eager'),
           fp32_settings(FULL_PRECISION)):
-        # Weights in bf16 would hide their rounding: it is that of the cast which a recording sees.
-        own_precision(copy).master_weights = True
         modules = dict(qualified_names(copy.model))
         for name, rounding in precision.rounding(copy.model).items():
             vars(modules[name])['forward'] = partial(rounded_linear, rounding, modules[name])

@@ -83,15 +83,16 @@ class FP16(Precision):
         check_integer(1, growth_interval=growth_interval)
         check_argument('scaler', scaler, _is_scaler,
                        "an enabled `torch.amp.GradScaler`, such as `GradScaler('cpu')` on a CPU, with a finite scale")
-        # The last two are not about the loss scale.
-        given = [name for name in [*defaults_of(FP16)][:-2] if name in self.changed]
+        of_scaling = defaults_of(FP16).keys() - {'fp32_modules', 'flat_master'}
+        given = [name for name in self.changed if name in of_scaling]
         if len(given) > 1 and {'enabled', 'loss_scale', 'scaler'} & {*given}:
             raise ValueError(f'{" and ".join(given)} cannot be combined. Pass only one of them.')
         self.flat_master = flat_master
         self.is_fixed, self.has_users_scaler = loss_scale is not None, scaler is not None
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
         # The scaler in its newest state.
-        self.newest = scaler or GradScaler('cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.newest = scaler or GradScaler('cpu', float(init_scale), growth_factor, backoff_factor, growth_interval,
+                                           enabled)
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 

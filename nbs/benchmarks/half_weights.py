@@ -21,7 +21,6 @@ from . import contestants, measure, models
 WAYS = {
     'fp32': noop,
     'bf16': Learner.to_bf16,
-    'masters': Learner.to_half_weights,
     'no masters': partial(Learner.to_bf16, master_weights=False),
 }
 
