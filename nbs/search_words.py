@@ -61,7 +61,6 @@ WORDS = {
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'RuntimeError: ... are unsafe to autocast': 'unsafe to autocast, BCELoss, binary_cross_entropy',
         "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
-        'TypeError: Got unsupported ScalarType BFloat16': 'numpy bf16',
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},

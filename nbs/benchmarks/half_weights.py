@@ -95,7 +95,6 @@ def row(name, rounds):
     return [
         model.title,
         f"{measure.quartiles(ms['bf16'])[1]:,.1f}",
-        ratio('masters'),
         ratio('no masters'),
         *(f'{each[way]:.1f}' for way in WAYS),
         *(f'{float(learn.recorder.losses[-1]):.4f}' for learn in learners.values()),
