@@ -4,9 +4,10 @@ The path of a verdict, each line calling those below it that are further to the 
 
     report.py              draws batches, asks for a verdict on each precision, and adds notes
       judge.py             runs batches, keeps modules in fp32 or lowers the loss scale, runs again
-        sample.py          runs a copy of the learner (copies.py) in a precision (calls.py), and compares gradients
+        sample.py          runs a copy of the learner (copies.py) in a precision (calls.py)
           recording.py     knows which module runs, and catches its operators and gradients
             operations.py  runs each operator a second time, in fp32, and records the error of the module
+        gradient.py        runs two copies, and compares their mean gradients
         evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
     report_result.py       verdicts, tables, notes and plot
 

@@ -14,9 +14,9 @@ from ..precisions.base import written
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, map_tensors
 from .calls import Call
+from .gradient import N_BATCHES
 from .random_states import random_state_kept
 from .report_result import PrecisionReport
-from .sample import N_BATCHES
 
 _DICTS = ("Without `loss_func` each has to be a dict of the model's arguments.\nFor tuples of inputs and a target, "
           'pass `loss_func`.')

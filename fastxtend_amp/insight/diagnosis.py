@@ -27,7 +27,7 @@ class Alarm(NamedTuple):
     step: int                                # training batch of the fit, from 1
     batch: tuple                             # its inputs and targets
     random_state: RandomState                # before it
-    is_odd: bool = False                     # whether it is a skipped step that the loss scale may not explain
+    is_unexplained: bool = False             # whether it is a skipped step that the loss scale may not explain
 
     @property
     def happened(self) -> str:
@@ -56,7 +56,7 @@ def diagnose(
     A compiled model is run uncompiled. With several processes nothing is run again: loss functions gather and models
     synchronize, and a process that ran alone would leave the others waiting.
     """
-    if alarm.is_odd and (divergence or several_processes()): return None
+    if alarm.is_unexplained and (divergence or several_processes()): return None
     if divergence:
         rate = max(h['lr'] for h in learn.opt.hypers)
         return Diagnosis(f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
@@ -70,14 +70,14 @@ def diagnose(
     if several_processes():
         return Diagnosis('Call `learn.precision_report()` in one process, before the model is distributed',
                          'in distributed runs the batch is not run again')
-    try: found = _run_again(learn, alarm, bad)
+    try: found = _rerun(learn, alarm, bad)
     except Exception as e:
-        if alarm.is_odd: return None
+        if alarm.is_unexplained: return None
         return Diagnosis('The batch could not be run again', f'{type(e).__name__}: {str(e).rstrip(".")}')
     return found and found._replace(cause=f"Re-running that batch, with PyTorch's random state restored: {found.cause}")
 
 
-def _run_again(
+def _rerun(
     learn,
     alarm,
     bad, # What is not finite in the batch itself
@@ -91,7 +91,7 @@ def _run_again(
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Call(Precision()))
     largest = max(m.grad for m in sample.reference.modules.values()) * alarm.scale
-    if alarm.is_odd and largest > torch.finfo(kind.dtype).max: return None
+    if alarm.is_unexplained and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.advice:
@@ -101,7 +101,7 @@ def _run_again(
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))
         return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, verdict.advice, verdict.init_scale)
-    if alarm.is_odd: return None
+    if alarm.is_unexplained: return None
     if judge.scale == alarm.scale:
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time loss and gradients are finite in {kind.name}')
@@ -119,7 +119,7 @@ class Fix(NamedTuple):
     call: str # Starts a training with the change
 
 
-def apply_remedy(
+def apply_fix(
     cb: MixedPrecision,
     alarm: Alarm,
     diagnosis: Diagnosis, # Of the alarm

@@ -11,10 +11,11 @@ from ..precisions.matching import ROOT, covers, qualified_names
 from .calls import Call
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
+from .gradient import GradientDistance, gradient_distance
 from .recording import Recording
 from .operations import named
 from .report_result import Verdict
-from .sample import GradientDistance, Sample, gradient_distance
+from .sample import Sample
 
 _LOWEST_SCALE = 2.**-12 # that is recommended
 _NEAR = .25             # distance of the mean gradient that modules kept in fp32 should reach
@@ -84,7 +85,7 @@ class Judge:
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
             self.found = [self._about_modules(run)]
             if harmed or run.error or run.not_finite:
-                if self._remedy(run, harmed): continue
+                if self._try_next(run, harmed): continue
                 return self._nothing_helps(run)
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
@@ -124,7 +125,7 @@ class Judge:
 
     # -- something is flagged, or the run failed
 
-    def _remedy(self, run, harmed):
+    def _try_next(self, run, harmed):
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
         is_backward = run.not_finite == 'gradient' and not (harmed or run.error)
         if is_backward and self.kind.scales_loss and self._lower_scale(run): return True

@@ -51,7 +51,7 @@ class ModuleRecord:
     merged = ''                                                  # two that become equal in it
     shows_merged = False                                         # whether its results depend on such numbers
     # A constant that becomes 0 or 1, and that results need: what it becomes, its operator and line.
-    lost: tuple[float, float, str, str] | None = None
+    lost = ()
     # Gradients of outputs and parameters.
     grad = 0.                                                    # largest absolute one
     grad_sum = 0.                                                # sum of their absolute values

@@ -21,11 +21,12 @@ from .calls import Call, own_precision
 from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
+from .gradient import N_BATCHES
 from .judge import Judge, OutOfTime
 from .random_states import random_state_kept
 from .operations import named
 from .report_result import PrecisionReport, Verdict
-from .sample import N_BATCHES, Sample
+from .sample import Sample
 from .values import largest_value, n_items, readable, tensors
 
 # Work of the fp32 run, about a second; emulated precisions, in which it may take a minute, get fewer samples.
@@ -91,11 +92,11 @@ def precision_report(self: Learner,
             if time.monotonic() > until:
                 raise OutOfTime(f'the time limit (`max_seconds={max_seconds:g}`) was reached before {unknown}',
                                 f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g}{rules})")
-        return _Work(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(kinds)
+        return _Reporter(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(kinds)
 
 
 @dataclass
-class _Work:
+class _Reporter:
     "The work behind one report."
     learn: Learner
     drawn: list # Batches whose gradients are compared

@@ -1,11 +1,11 @@
 """Runs of batches on a copy of the learner, in its own training loop, in fp32 or lower; no step is taken.
 
-A `Sample` records what happens in each module; `gradient_distance` looks at the mean gradient only.
+A `Sample` records what happens in each module.
 """
-import math, re
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -27,12 +27,11 @@ from ..training.callback import MixedPrecision
 from .calls import Call
 from .copies import begin_fit, copied_learner, run_batch
 from .evidence import wrong_in_reference
-from .random_states import RandomState, random_state, set_random_state
+from .random_states import RandomState, set_random_state
 from .recording import Recording
 from .operations import LOSS
-from .values import all_finite, has_finite_results, readable
+from .values import has_finite_results, readable
 
-N_BATCHES = 6  # K, batches whose gradients are compared
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
 
 
@@ -58,7 +57,7 @@ class Sample:
         """
         reference, in_batch = self.reference, self.start is not None
         recording, where = Recording(precision, reference), ''
-        run_one = run_again if in_batch else run_batch
+        run_one = run_prepared if in_batch else run_batch
         reader = BackwardOnly(recording.record_gradients, recording.record_loss)
         try:
             with running_copy(self.learn, precision, in_batch) as copy:
@@ -91,79 +90,10 @@ class Sample:
         return finite
 
 
-def run_again(copy: Learner, i: int, batch: Any) -> None:
+def run_prepared(copy: Learner, i: int, batch: Any) -> None:
     "Run a clone of the batch that the learner is in the middle of."
     copy.xb, copy.yb = map_tensors(torch.clone, batch)           # which the model may write into
     copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
-
-
-# -- the mean gradient
-
-@dataclass
-class GradientDistance:
-    "The distance by which a precision moves the mean gradient."
-    ratio: float = math.inf                                      # inf if a gradient is finite only in fp32
-    n: int = 0                                                   # batches whose gradients are finite in both
-    lost: list = field(default_factory=list)                     # batches whose gradients are finite only in fp32
-    losses: list[float] = field(default_factory=list)            # in fp32
-    error: str = ''                                              # why it is unknown
-
-
-def _gradient(model):
-    "Return the gradient of all trainable parameters as one vector."
-    def grad(p): return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-    return torch.cat([grad(p).flatten() for p in model.parameters() if p.requires_grad])
-
-
-def gradient_distance(
-    learn: Learner, # Nothing in it changes
-    batches: Iterable, # As a DataLoader gives them
-    precision: Precision,
-) -> GradientDistance:
-    """Measure by how many standard errors of the mean gradient a precision moves it, at fixed weights.
-
-    K batches run forward and backward in two copies of `learn`, with its callbacks and the same random draws:
-
-        g_k    gradient of batch k in fp32
-        h_k    gradient of batch k in the precision
-        bias   |mean(h - g)|: what the precision adds to the mean gradient
-        noise  rms(g - mean(g)) / sqrt(K): how uncertain the mean gradient is anyway, with K - 1 in the rms
-        ratio  bias / noise
-
-    A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
-
-    Raises `ValueError` if fewer than two batches give a gradient or all are equal, and any error of the model.
-    """
-    distance, start = GradientDistance(), random_state()
-    g = BackwardOnly(_gradient, lambda loss: distance.losses.append(float(loss.detach())))
-    h = BackwardOnly(_gradient)
-    mean: Any = 0.                                               # of g_k and h_k - g_k, by Welford's algorithm
-    squares = 0.                                                 # of the distances of g_k from their mean
-    with running_copy(learn, Precision()) as reference:
-        set_random_state(start)                                  # callbacks may draw weights when a fit begins
-        with running_copy(learn, precision) as low:
-            scale = low.mixed_precision.scale or 1.              # without loss scaling
-            reference.add_cb(g)
-            low.add_cb(h)
-            for i, batch in enumerate(batches):
-                state = random_state()
-                g.gradients = h.gradients = None                 # a callback may cancel the batch
-                for copy in reference, low:
-                    set_random_state(state)
-                    run_batch(copy, i, batch)
-                if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
-                if not all_finite(h.gradients):
-                    distance.lost.append(batch)
-                    continue
-                distance.n += 1
-                change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
-                mean += change / distance.n
-                squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
-    if distance.lost: return distance
-    if not squares: raise ValueError('the noise between batches is unknown')
-    noise = math.sqrt(squares / (distance.n - 1) / distance.n)
-    distance.ratio = float(mean[1].norm()) / noise
-    return distance
 
 
 # -- the copy

@@ -12,14 +12,14 @@ from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import Watcher
 from .copies import several_processes
-from .diagnosis import Alarm, apply_remedy, diagnose
+from .diagnosis import Alarm, apply_fix, diagnose
 from .random_states import random_state, torch_generators
 from .values import readable, readable_weights
 
 _FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 _MOST_FIXES = 3  # in one fit
-_ODD = 'a gradient is not finite, and the loss scale is not the cause'        # said only if the rerun proves it
+_UNEXPLAINED = 'a gradient is not finite, and the loss scale is not the cause'        # said only if the rerun proves it
 _DTYPES = 'Half|BFloat16|dtype|scalar type|ScalarType|primitive'   # in PyTorch's errors where only fp32 runs
 _ANOMALY = 'returned nan values'                                 # in those of anomaly detection
 
@@ -32,7 +32,7 @@ class Observations:
     random_state = ()                                            # before the batch under way
     batch: Any = None                                            # the newest: number, tensors, random state
     has_said = False                                             # that a validation is not finite
-    n_odd = 0                                                    # skipped steps that the loss scale may not explain
+    n_unexplained = 0                                            # skipped steps that the loss scale may not explain
 
     def __init__(self, on_cpu):
         self.on_cpu = on_cpu                                     # where reading a number waits for nothing
@@ -77,7 +77,8 @@ class FailureWatcher(Watcher):
 
     def before_train(self):
         "Warn at the start of a distributed fit that 'fix' only warns."
-        if self.cb.on_overflow == 'fix' and several_processes() and not self.cb.learn.train_iter:
+        is_first = not getattr(self.cb.learn, 'train_iter', 0)
+        if self.cb.on_overflow == 'fix' and several_processes() and is_first:
             warn_user("on_overflow='fix' only warns in distributed runs: it looks for the cause in a single process.")
 
     def before_batch(self):
@@ -108,13 +109,14 @@ class FailureWatcher(Watcher):
         seen, history = self.seen, self.cb.history
         if not (seen and seen.batch and (scaling := self.cb.fit.scaling)): return
         # What the device has decided is known once it has been read.
-        if history.unread if scaling.step.on_device else not scaling.step.found_inf: return
+        is_known_skip = not history.unread if scaling.step.on_device else scaling.step.found_inf
+        if not is_known_skip: return
         if not (n := history.skips_in_a_row()): return
         scale = history.scales[-1]
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
-        if not scaling.is_skip_odd: return
-        seen.n_odd += 1
-        if seen.n_odd.bit_count() == 1: self._alarm(_ODD, scale, is_odd=True)
+        if not scaling.is_skip_unexplained: return
+        seen.n_unexplained += 1
+        if seen.n_unexplained.bit_count() == 1: self._alarm(_UNEXPLAINED, scale, is_unexplained=True)
 
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
@@ -150,15 +152,15 @@ class FailureWatcher(Watcher):
         seen.last_loss = loss
         if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it diverges on purpose
 
-    def _alarm(self, what, scale, is_odd=False): # `scale`: that of the step
+    def _alarm(self, what, scale, is_unexplained=False): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
         learn, seen, cb = self.cb.learn, self.seen, self.cb
-        alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_odd)
+        alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
         diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.seen = None                                       # first: a remedy may close the fit
         may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES
-        if may_fix and apply_remedy(cb, alarm, diagnosis): self.n_fixes += 1
+        if may_fix and apply_fix(cb, alarm, diagnosis): self.n_fixes += 1
         else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
 
     def _warn_or_raise(self, message):

@@ -44,13 +44,13 @@ class AMPMode(str, Enum):
     FP8 = 'fp8'
 
 
-# Names in other libraries that have another meaning here or several.
-_CALLS = {'16': 'to_fp16()', 'no': 'to_fp32()', '32': 'to_fp32()',
+# Names in other libraries that are ambiguous here.
+_CALLS = {'16': 'to_fp16()',
           '16-true': 'to_fp16()',                                # which has fp32 master weights
           'bf16-true': "to_bf16(master_weights=False)` with `opt_func=kahan('AdamW')",
           'transformer-engine': 'to_fp8()', 'half_weights': 'to_half_weights()'}
 _ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
-            'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32'}
+            'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32', '32': 'fp32', 'no': 'fp32'}
 
 
 def find_precision(
@@ -106,9 +106,9 @@ class Precision:
         PRECISIONS[cls.name] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
-        for name in kwargs.keys() & PRECISIONS:                  # as in `to_amp(fp8=True)`
-            raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         self, defaults = super().__new__(cls), defaults_of(cls)
+        for name in (kwargs.keys() - defaults) & PRECISIONS.keys():      # as in `to_amp(fp8=True)`
+            raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
         arguments = {name: unshared(value) for name, value in given.items()}
         # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
@@ -287,7 +287,7 @@ def automatic_precision(
         built[cls] = cls(**{name: arguments[name] for name in accepted})
         unknown -= accepted
     Precision(**dict.fromkeys(unknown & PRECISIONS.keys()))      # raises `TypeError`: another method has that name
-    if unknown: raise TypeError(f'learn.to_amp() got an unexpected keyword argument {unknown.pop()!r}')
+    if unknown: raise TypeError(f'learn.to_amp() got an unexpected keyword argument {min(unknown)!r}')
     return built[fastest_native(device)]
 
 

@@ -196,7 +196,7 @@ class Scaling:
         self.has_warned = True
 
     @property
-    def is_skip_odd(self) -> bool:
+    def is_skip_unexplained(self) -> bool:
         "True if the newest step, a skipped one, had a scale of at most 1, or below that of a good step of this fit."
         good = self.history.read().highest_good
         return self.history.scales[-1] <= max(1, good * self.scaler.get_backoff_factor())

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastxtend_amp.insight.calls import Call
-from fastxtend_amp.insight.sample import gradient_distance
+from fastxtend_amp.insight.gradient import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
 from states import Act, InStep
