@@ -32,6 +32,11 @@ def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]
     return [*by_id.values()]
 
 
+def gradient_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
+    "Return the parameters of `opt` that have gradients."
+    return [p for p in optimizer_params(opt) if p.grad is not None]
+
+
 def inner_optimizer(opt: Any) -> Any: # Of fastai or torch, or one around it, as `Lookahead` is; None for None
     "Return the optimizer that holds the state."
     while hasattr(opt, 'opt'): opt = opt.opt

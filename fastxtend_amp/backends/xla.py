@@ -17,7 +17,7 @@ from fastai.learner import Learner
 from fastai.text.learner import TextLearner
 from torch import nn
 
-from ..learners import inner_optimizer, model_device, optimizer_params, training_device
+from ..learners import gradient_params, inner_optimizer, model_device, optimizer_params, training_device
 from ..training.checkpoint import wrap_method
 from .files import convert_files
 
@@ -36,7 +36,7 @@ class XLADevice(Callback):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
         replicas = xr.world_size()
-        gradients = [p.grad for p in optimizer_params(self.learn.opt) if p.grad is not None]
+        gradients = [p.grad for p in gradient_params(self.learn.opt)]
         if replicas > 1: xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / replicas)
 
     def after_batch(self):

@@ -114,7 +114,8 @@ class FailureWatcher(Watcher):
         if not (n := history.skips_in_a_row()): return
         scale = history.scales[-1]
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
-        if not scaling.is_skip_unexplained: return
+        # A scale of 1, or below that of a good step of this fit, has not caused it.
+        if scale > max(1, history.highest_good * scaling.scaler.get_backoff_factor()): return
         seen.n_unexplained += 1
         if seen.n_unexplained.bit_count() == 1: self._alarm(_UNEXPLAINED, scale, is_unexplained=True)
 

@@ -10,7 +10,6 @@
 """
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from enum import Enum
 from types import SimpleNamespace
@@ -18,17 +17,15 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from fastai.learner import Learner
 
 from ..compat import around_backward
-from ..learners import largest_gradient, optimizer_params
-from ..messages import is_users, warn_user
+from ..learners import gradient_params, largest_gradient
 from ..precisions import Precision
-from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .buffers import Buffers
+from .early_changes import EarlyChanges
+from .low_scale import LowScale
 from .steps import DeviceStep, HostStep, skips_on_device
 
-_ROOM = FP16_LARGEST / 16  # leaves room for gradients to grow 16-fold
 _OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the callback that has used it
 
 
@@ -68,9 +65,7 @@ class Scaling:
         # The scale.
         scaler.scale(torch.ones((), device=device))              # puts it on the device
         self.history.begin_fit(self._copied_scale(), state['scale'])
-        self.first_scale = cb.precision.first_scale
-        self.lowest_normal = min(1., self.first_scale)           # a lower one is due to skips: see `_mend_scale`
-        self.has_warned = False                                  # of a lower one
+        self.low_scale = LowScale(scaler, self.history, cb.precision.first_scale)
         # Good steps since the scale last changed, as `GradScaler` counts them; None where only the device knows.
         self.tracker: int | None = state['_growth_tracker']
         # The step.
@@ -108,16 +103,16 @@ class Scaling:
     def end_pass(self) -> None:
         "Unscale the gradients after another backward pass in a step; if that failed, before the optimizer's step."
         if self.gradients is not Gradients.IN_PASS: return
-        self._divide(_params(self.learn))
+        self._divide(gradient_params(self.learn.opt))
         self.gradients = Gradients.IN_STEP
 
     def unscale(self) -> None:
         "Divide the gradients by the scale, in place, and find out whether one is not finite."
         self.step = HostStep()
-        if self.gradients is not Gradients.SCALED or not (params := _params(self.learn)): return
+        if self.gradients is not Gradients.SCALED or not (params := gradient_params(self.learn.opt)): return
         if self.early_changes: self.early_changes.warn()
         self.early_changes = None
-        is_low = self.history.known_scale < self.lowest_normal   # which the host mends
+        is_low = self.low_scale.is_low                           # which the host mends
         if not is_low and skips_on_device(self.learn.opt, params): self.step = DeviceStep(self.learn.opt.opt)
         self.gradients = Gradients.IN_STEP
         self._divide(params)
@@ -131,7 +126,7 @@ class Scaling:
 
     def _multiply(self) -> None:
         grads = defaultdict(list)
-        for p in _params(self.learn): grads[p.grad.device].append(p.grad)
+        for p in gradient_params(self.learn.opt): grads[p.grad.device].append(p.grad)
         for device, alike in grads.items(): torch._foreach_mul_(alike, self.scaler._scale.to(device))
 
     def _divide(self, params: list[Any]) -> None:
@@ -156,7 +151,7 @@ class Scaling:
         else: self.tracker = 0 if step.found_inf else (self.tracker + 1) % self.scaler.get_growth_interval()
         # The scale may have changed if the tracker is 0, or None.
         self.history.add(step.found_inf, self.history.next_scale if self.tracker else self._copied_scale())
-        if not step.on_device and (step.found_inf or step.largest is not None): self._mend_scale(step.largest)
+        if not step.on_device and (step.found_inf or step.largest is not None): self.low_scale.mend(step.largest)
 
     def cancel(self) -> None:
         "End a step that another callback cancelled: scale and growth tracker stay."
@@ -171,35 +166,6 @@ class Scaling:
     # -- the scale
 
     def _copied_scale(self) -> torch.Tensor: return self.scaler._scale.to(self.device, copy=True)
-
-    def _mend_scale(self, largest: float | None) -> None: # The largest gradient, of a good step at a low scale
-        """Raise a scale that skipped steps have driven below 1; below 2**-24, where no step is good, start again.
-
-        After a good step the scale becomes the largest power of two at which its gradients could grow 16-fold and
-        still fit fp16, but no higher than the first scale, or than the highest one of a good step of this fit:
-        clip(2**floor(log2(65504 / 16 / largest)), scale, most).
-        """
-        scale = new = self.scaler.get_scale()
-        if scale < self.lowest_normal:
-            good = self.history.read().highest_good
-            most = min(self.first_scale, good) if good >= self.lowest_normal else self.first_scale
-            if scale < FP16_SMALLEST or largest == 0: new = most
-            elif largest:
-                fits = 2. ** math.floor(math.log2(_ROOM / largest))
-                new = max(scale, min(fits, most))
-        self.history.known_scale = new
-        if new == scale: return
-        self.scaler._scale.fill_(new)                            # in place, as fused optimizers may hold it
-        self.history.next_scale = self._copied_scale()
-        if not self.has_warned:
-            warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}; it has been reset to {new:,.9g}.')
-        self.has_warned = True
-
-    @property
-    def is_skip_unexplained(self) -> bool:
-        "True if the newest step, a skipped one, had a scale of at most 1, or below that of a good step of this fit."
-        good = self.history.read().highest_good
-        return self.history.scales[-1] <= max(1, good * self.scaler.get_backoff_factor())
 
     # -- the end of the fit
 
@@ -224,32 +190,3 @@ class Scaling:
         if skipped < n and self.scaler.get_backoff_factor() < 1 and 'scaler' not in precision.changed:
             text += f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.'
         return text
-
-
-# -- the gradients
-
-class EarlyChanges:
-    "Looks, in the first step of a fit, for callbacks of the user that change gradients while they are scaled."
-    versions: list[tuple[int, int]] | None = None                # of the gradients, after a backward pass
-    def __init__(self, learn: Learner): self.learn = learn
-
-    def note(self) -> None:
-        "Note the gradients, after a backward pass of fastai's loop."
-        self.versions = [(id(p.grad), p.grad._version) for p in _params(self.learn)]
-
-    def warn(self) -> None:
-        "Before gradients are unscaled, warn of the callbacks that may have changed them since."
-        before = self.versions
-        self.note()
-        if before in (None, self.versions): return
-        found = []
-        for cb in self.learn.cbs:
-            is_early = cb.order < 10 and {'after_backward', 'before_step'} & {*object.__dir__(cb)}
-            if is_early and is_users(type(cb)): found.append(type(cb).__name__)      # ours for XLA averages them
-        if found:
-            warn_user(f"{', '.join(found)}: gradients are changed while they are multiplied by the loss scale, before "
-                      'they are unscaled.\nGive the callback an `order` above 10, such as `order = 11`.')
-
-
-def _params(learn: Learner) -> list[Any]:
-    return [p for p in optimizer_params(learn.opt) if p.grad is not None]

@@ -17,7 +17,7 @@ FP16, BF16 = AMPMode.FP16, AMPMode.BF16
     [
         (FP16, ['fp16', 'FP16', '16-Mixed', 'float16', 'Half', torch.float16, fp16.AMPMode.FP16]),
         (BF16, ['bf16', 'Bf16', 'bf16-mixed', 'bfloat16', torch.bfloat16, fp16.AMPMode.BF16, BF16]),
-        (None, ['fp32', 'FP32', 'float32', '32-true', torch.float32]),
+        (None, ['fp32', 'FP32', 'float32', '32-true', '32', 'no', torch.float32]),
     ],
 )
 def test_names_of_a_precision(expected, names):
