@@ -127,9 +127,10 @@ class Recording(TorchDispatchMode):
         "Record the gradient of an output or a parameter."
         if not self.in_backward: return                          # the model's own, such as forces from an energy
         g = g.detach().abs().float()
-        record.n_zeros += int((g == 0).sum())
-        g = g[g.isfinite() & (g != 0)]
-        if not g.numel(): return
+        if not all_finite(g): g = g[g.isfinite()]
+        n = int(g.count_nonzero())
+        record.n_zeros += g.numel() - n
+        if not n: return
         record.grad = max(record.grad, float(g.max()))
         record.grad_sum += float(g.sum())
-        record.n_grads += g.numel()
+        record.n_grads += n
