@@ -12,7 +12,7 @@ from ..learners import model_device
 from ..messages import check_argument, check_integer
 from ..precisions.base import written
 from ..precisions.matching import unwrapped
-from ..tensors import half_to_float, map_tensors
+from ..tensors import half_to_float, is_half, map_tensors
 from .calls import Call
 from .gradient import N_BATCHES
 from .random_states import random_state_kept
@@ -60,6 +60,8 @@ def precision_report(
         learn = Learner(dls, model, _loss if by_name else loss_func)
         report = learn.precision_report(dl=drawn, n_batches=n_batches, precisions=precisions, max_seconds=max_seconds,
                                         device=device)
+    if any(p.requires_grad and is_half(p) for p in model.parameters()):
+        report.notes.append('Trainable 16-bit weights were taken as fp32: call `model.float()` before training.')
     for verdict in report.verdicts.values():
         advice = None if verdict.again else verdict.advice
         verdict.again, verdict.advice = '', advice and _Arguments(advice.precision)

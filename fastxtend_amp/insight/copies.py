@@ -112,10 +112,14 @@ def _copy(learn, optimizer):
 
 
 def _copied(x, memo):
-    "Copy anything; of a function, which a user has put in the place of a method, what its closure refers to as well."
-    if not isinstance(x, FunctionType): return deepcopy(x, memo)
-    cells = [CellType(deepcopy(cell.cell_contents, memo)) for cell in x.__closure__ or ()]
-    return FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, tuple(cells))
+    "Deep-copy `x`. Of a function, which may replace a method, copy what its closure refers to as well."
+    if not (isinstance(x, FunctionType) and x.__closure__): return deepcopy(x, memo)
+    if id(x) in memo: return memo[id(x)]                         # it may refer to itself
+    cells = tuple(CellType() for _ in x.__closure__)
+    new = memo[id(x)] = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+    new.__kwdefaults__ = x.__kwdefaults__
+    for cell, old in zip(cells, x.__closure__): cell.cell_contents = _copied(old.cell_contents, memo)
+    return new
 
 
 class _Detached(TorchFunctionMode):

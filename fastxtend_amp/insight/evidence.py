@@ -87,8 +87,9 @@ def _fault(m, precision):
         return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {lost}' if lost else '')
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
-        return f"values in {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
-    if lost: return f'{lost}, so it does not keep values in {where} away from {became:g}'
+        what = 'inputs of' if m.is_of_input else 'values in'
+        return f"{what} {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
+    if lost and abs(became) < 2: return f'{lost}, so it does not keep values in {where} away from {became:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 

@@ -198,6 +198,8 @@ class Judge:
             init_scale = int(scale) if scale >= 1 else scale
         margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < most else ''
         self.found.append(f'loss scales from {least:,.9g} to {most:,.9g} work{margin}')
+        if init_scale and init_scale < 1:
+            self.found.append('the gradients are very large, so normalize inputs, targets or the loss')
         return (least, most), init_scale
 
     def _distance(self, keep, init_scale):

@@ -2,6 +2,7 @@
 
 An observer gets the running module and an operator that ran. None reads what another one notes.
 """
+import math
 from contextlib import suppress
 from itertools import takewhile
 from traceback import walk_stack
@@ -32,8 +33,16 @@ def size(running, op):
     record = running.record
     for out, fp32 in op.results:
         largest = largest_value(fp32)
-        record.largest = max(record.largest, largest)
-        if out.dtype in HALF: record.largest_half, record.is_half = max(record.largest_half, largest), True
+        if largest > record.largest: record.largest, record.is_of_input = largest, op.is_cast
+        if out.dtype not in HALF: continue
+        record.is_half = True
+        if not (n_nan_or_inf(out) and _came_in(running, op)): record.largest_half = max(record.largest_half, largest)
+
+
+def _came_in(running, op):
+    "Return whether inputs from other modules have NaN or inf. What else overflows is seen once they have none."
+    is_outer = not (op.traits.writes or running.twins.include(op.inputs))
+    return is_outer and any(map(n_nan_or_inf, op.inputs))
 
 
 def failure(running, op):
@@ -42,6 +51,7 @@ def failure(running, op):
     for out, fp32 in op.results:
         if record.reference.failed or not n_nan_or_inf(out): continue
         if op.is_exact: is_new = op.was_finite
+        elif _came_in(running, op): is_new = False
         else: is_new = largest_value(fp32) > 0 and n_nan_or_inf(out[fp32.isfinite()]) > 0
         record.failed |= is_new
         record.is_after |= not is_new
@@ -82,17 +92,18 @@ def _equal_in(dtype, t): # '257 and 258'
     return f'{equal[0][0]:.9g} and {equal[0][1]:.9g}' if equal else ''
 
 
-# -- constants that 16 bits round to 0, 1 or -1, such as the epsilon of a division
+# -- constants that 16 bits round to 0, 1 or -1, such as the epsilon of a division, or to infinity, as those of masks
 
 def constants(running, op):
-    "Note a constant that is lost, and that results need: it bounds some, or is added to values near 0."
+    "Note a constant that is lost, and that results need: it bounds some, is added to values near 0, or masks."
     for constant in map(_constant, op.args):
         for out, fp32 in op.results:
             limit = as_dtype(constant, out.dtype)
-            operators = ('clamp',) if abs(limit) == 1 else ('add', 'clamp') if limit == 0 < constant else ()
+            operators = {1: ('clamp',), 0: ('add', 'clamp'), math.inf: ('mul', 'where')}.get(abs(limit), ())
             if limit == constant or not op.name.startswith(operators): continue
             # A constant that becomes 0 matters beside values below the normal numbers of fp16.
-            is_near = (fp32 - limit).abs() < max(1.01 * abs(constant - limit), FP16_NORMAL)
+            width = max(1.01 * abs(constant - limit), FP16_NORMAL)
+            is_near = out == limit if math.isinf(limit) else (fp32 - limit).abs() < width
             if is_near.any(): running.record.lost = constant, limit, op.name, _line()
 
 

@@ -39,6 +39,7 @@ class ModuleRecord:
     # Sizes.
     largest = 0.                                                 # absolute finite result, in fp32 if that is known
     largest_half = 0.                                            # the same of 16-bit results only
+    is_of_input = False                                          # whether the largest is an input, cast to 16 bits
     is_half = False                                              # whether it has 16-bit results
     # NaN and inf.
     failed = False                                               # whether they first appear in it

@@ -170,6 +170,9 @@ class _Reporter:
                    f'{some(map(named, reference.unreadable))}.')
         for name, judge in judges:
             if not judge.first_run: continue                     # this precision cannot run
+            products = [m for m in judge.runs[-1].modules.values() if m.has_product]
+            if self.verdicts[name].modules and not any(m.is_half for m in products):
+                yield f'{name}: no product of matrices is left in {name}, so fp32 is as fast.'
             if layers := judge.first_run.precision.rounding(self.learn.model):
                 yield (f'{name}: the rounding of {some(map(named, layers))} was simulated; no {name.upper()} kernel '
                        'was run.')

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = learn.compare_precision(native, STEPS, max_seconds=args.max_seconds)
     else:
         print('This device runs no 16-bit precision natively, so 16 bits would be slower than fp32.\n'
-              "Here is instead what a GPU's autocast would do to a small network with attention:\n", flush=True)
+              "Instead, `learn.precision_report(device='cuda')` of a small network with attention:\n", flush=True)
         rules = 'cuda' if device.type == 'cpu' else None
         result = reader(device).precision_report(max_seconds=args.max_seconds, device=rules)
     print(result, end='\n\n')

@@ -171,6 +171,8 @@ def precision_as(self: Learner,
         if own: states = self.loaded_precision = {**states, own.precision.state_key: own.state_dict()}   # for `save`
         yield self
     finally:
+        if own and loaded_states(self) is not states:            # as if `load` had come afterwards
+            own.precision.load_state_dict(loaded_states(self).pop(own.precision.state_key, None))
         exchange(self, own)                                      # without a check: the model may have been exchanged
         self.add_cbs(fastais)
         states.update(loaded)                                    # `new` may have continued from it
@@ -185,9 +187,9 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     """
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()
-    precision.check_device(device)
     fit = cb and cb.fit
-    if fit:
+    if not fit: precision.check_device(device)
+    else:
         fit.use_model()
         fit.clear_old_casts()                                    # in a validation weights may have changed
     around_fit = [] if fit else precision.around_fit(self.model)

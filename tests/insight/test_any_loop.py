@@ -27,7 +27,9 @@ def test_16_bit_weights_and_inputs_are_compared_as_fp32_and_the_order_of_batches
     loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
     model, batches = mlp().bfloat16(), ((x.bfloat16(), y.bfloat16()) for x, y in loader)
     state = torch.get_rng_state()
-    verdict = precision_report(model, batches, F.mse_loss, precisions='bf16').verdicts['bf16']
+    report = precision_report(model, batches, F.mse_loss, precisions='bf16')
+    verdict = report.verdicts['bf16']
+    assert sum('call `model.float()`' in note for note in report.notes) == 1
     assert verdict.verdict == 'safe so far' and verdict.error > 0 and torch.equal(state, torch.get_rng_state())
 
 

@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Attentive, Data, dataset, learner, loaders, mlp, set_support
+from helpers import Attentive, Data, dataset, learner, linear, loaders, mlp, set_support
 from models import STEPS, Force, InNumPy, NeedsFp32, Own, cancels, checks, inner, large, layers, loud_rms, over_sums
 from models import report_on, sqrt_gate, steps, trained, unit, verdict_on
 from states import Act, Times, blurred, fills, lora, loud_loss
@@ -39,6 +39,10 @@ FLAGGED = {
     'divided by': (
         'fp16', lambda h: h.relu() / (h.relu() + 1e-8),
         rf'is NaN or inf in fp16, but finite in fp32: 1e-08 is 0 in fp16 \(`add`, {LINE}\)',
+    ),
+    'a mask that leaves nothing': (
+        'fp16', lambda h: (h + torch.ones_like(h) * -1e9).softmax(-1),
+        rf'is NaN or inf in fp16, but finite in fp32: -1e\+09 is -inf in fp16 \(`mul`, {LINE}\)',
     ),
     '-1': ('bf16', lambda h: (h * 30).tanh().clamp(-0.9999, 0.98).atanh(), '-0.9999 is -1 in bf16'),
     # whole numbers that become one
@@ -205,6 +209,25 @@ class Around(nn.Module):
     def forward(self, h):
         h = self.inside(h)
         return (h @ h.T).tanh() @ h * 1e-6
+
+
+def test_what_gets_infinite_values_from_another_module_is_not_flagged_with_it():
+    "As dropout after a layer that overflows: it divides values close to 65,504 by 0.9."
+    first = nn.Linear(6, 64)
+    nn.init.zeros_(first.weight)
+    first.bias.data = torch.linspace(0, 1e5, 64)
+    model = nn.Sequential(first, Act(lambda h: h / 0.9), Act(lambda h: h.mean(-1, keepdim=True) / 1e5), nn.Linear(1, 1))
+    assert verdict_on(model).modules == ['0']
+
+
+def test_a_call_that_leaves_no_product_in_16_bits_says_so():
+    model = nn.Sequential(linear())
+    model[0].weight.data *= 1e6
+    report = report_on(model)
+    assert (
+        report.verdicts['fp16'].modules == ['0']
+        and 'fp16: no product of matrices is left in fp16, so fp32 is as fast.' in report.notes
+    )
 
 
 def test_a_module_stands_for_those_inside():

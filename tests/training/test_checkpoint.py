@@ -285,6 +285,10 @@ def test_a_file_saved_in_another_precision_for_a_while_has_the_scale(tmp_path):
     learn = after_fits('overflowing', tmp_path)
     with learn.precision_as('fp32'):
         learn.save('a')
+    given = make('fp16', path=tmp_path).to_fp16(init_scale=4.0)
+    with given.precision_as('fp32'):
+        given.load('a')
+    assert given.mixed_precision.scale == learn.mixed_precision.scale
     assert make('overflowing', path=tmp_path).load('a').mixed_precision.scale == learn.mixed_precision.scale
 
 
