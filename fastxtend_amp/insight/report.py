@@ -188,8 +188,8 @@ class _Reporter:
                 yield (f'The model is not deterministic: two runs of one batch in fp32 have losses of {loss:.4g} and '
                        f'{again:.4g}. All figures here include such differences.')
         if self.simulated:
-            yield ("Computed on this CPU with CUDA's autocast rules. GPU kernels were not run; they may round "
-                   'differently or be missing.')
+            yield ("Computed on this CPU with CUDA's autocast rules, which a fit on it does not follow. GPU kernels "
+                   'were not run; they may round differently or be missing.')
             if 'bf16' in self.verdicts:
                 yield 'A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, or use fp32.'
         errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]

@@ -22,7 +22,7 @@ class Verdict:
     | 'gradient differs' | the mean gradient is far from that in fp32: a warning sign, not a proof |
     | 'do not use' | nothing that was tried helps |
     | 'cannot run' | the device or the model does not support it |
-    | 'not known' | the time limit was reached, fp32 fails as well, or no batch gave a loss |
+    | 'not known' | time ran out, fp32 fails as well or is not fp32, or no batch gave a loss |
     """
     precision: str
     verdict: str
