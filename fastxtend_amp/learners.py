@@ -4,6 +4,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
@@ -81,3 +82,8 @@ def is_sharded(model: nn.Module) -> bool:
     "Return whether a model is sharded by FSDP2, which may leave its parameters whole after a validation."
     if any(hasattr(m, 'unshard') for m in model.modules()): return True
     return any(map(is_dtensor, model.parameters()))
+
+
+def several_processes() -> bool:
+    "Return whether this process trains together with others."
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

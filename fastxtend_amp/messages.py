@@ -33,6 +33,11 @@ def check_integer(least: int, **values: Any) -> None: # By name
         check_argument(name, value, lambda n: index(n) >= least, f'an integer of at least {least}')
 
 
+def check_above_0(**values: float) -> None: # By name
+    "Raise a `ValueError` if a value is not above 0."
+    for name, value in values.items(): check_argument(name, value, lambda x: x > 0, 'above 0')
+
+
 _NOT_THE_USERS = ('fastxtend_amp', 'fastai', 'fastcore', 'torch', 'contextlib')
 
 

@@ -11,10 +11,11 @@ from fastcore.foundation import L
 
 from ..compat import is_compiled
 from ..devices.fp32_settings import settings_note
+from ..learners import several_processes
 from ..messages import check_argument
 from ..precisions import find_precision
 from .calls import Call, native_precisions, rows_of
-from .copies import note_of_left_out, several_processes
+from .copies import note_of_left_out
 from .display import Shown
 from .recommendation import COLUMNS, Speed, recommend, tolerance
 from .rounds import FOR_REPORT, N_SEEDS, N_STEPS, Rounds
@@ -116,7 +117,7 @@ def compare_precision(self: Learner,
     are in memory at once.
 
     Copies include fastai's callbacks that affect a training step (mixup, gradient accumulation, gradient clipping) and
-    your own, and leave out trackers, recorders and savers, which they know by their classes' names. A callback's
+    your own, and leave out trackers, recorders and savers, which are recognized by class name. A callback's
     attribute `run_on_copy`, True or False, overrules this.
 
     Interval: McGill, Tukey and Larsen, Variations of Box Plots, The American Statistician 32 (1978), widened for

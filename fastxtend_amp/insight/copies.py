@@ -8,7 +8,6 @@ from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
 from fastai.callback.hook import HookCallback
 from fastai.data.load import DataLoader
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat import COMPILED_NAME, is_compiled_function
 from ..devices.facts import autocast_available
 from ..learners import inner_optimizer, is_sharded, training_device
-from ..messages import check_argument, first_line, is_users, package_of
+from ..messages import first_line, is_users, package_of
 from ..precisions.matching import unwrapped
 from ..tensors import map_tensors
 from ..training.loop import precision_callback
@@ -231,18 +230,8 @@ def no_batch(method: str, dl: Any = None) -> ValueError:
                       'dataset may be smaller than a batch. An iterator can be used only once.')
 
 
-def check_above_0(**values: float) -> None: # By name
-    "Raise a `ValueError` if a value is not above 0."
-    for name, value in values.items(): check_argument(name, value, lambda x: x > 0, 'above 0')
-
-
 def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
     "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
     weights = readable_weights(model)
     lost = [name for name, p in weights.items() if not all_finite(p)]
     return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
-
-
-def several_processes() -> bool:
-    "Return whether this process trains together with others."
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,15 +1,16 @@
-"The cause of a failure in 16 bits, which a second run of the batch on a copy shows, and the remedy, with 'fix'."
+"Re-runs a failed batch on a copy, to find the cause, and makes the change that helps, with `on_overflow='fix'`."
 from typing import NamedTuple
 
 import torch
 from fastai.learner import Learner
 
+from ..learners import several_processes
 from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
 from ..training.fit import check_parallel
 from ..training.loop import precision_callback
 from .calls import Call
-from .copies import lost_weights, several_processes
+from .copies import lost_weights
 from .evidence import not_finite_data
 from .judge import Judge
 from .random_states import RandomState
@@ -38,12 +39,12 @@ class Alarm(NamedTuple):
 
 class Diagnosis(NamedTuple):
     "The cause of a failure, and what to try."
-    advice: str
+    to_try: str
     cause: str
-    call: Call | None = None                 # what 'fix' changes to; None if nothing helps
+    advice: Call | None = None               # what 'fix' changes to; None if nothing helps
     init_scale: float | None = None          # None: the present one
 
-    def __str__(self): return '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (self.advice, self.cause))
+    def __str__(self): return '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (self.to_try, self.cause))
 
 
 def diagnose(
@@ -125,7 +126,7 @@ def apply_fix(
     diagnosis: Diagnosis, # Of the alarm
 ) -> bool: # False if nothing helps, if the user's own change waits already, or with nn.DataParallel
     "Make the change when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    learn, call = cb.learn, diagnosis.call
+    learn, call = cb.learn, diagnosis.advice
     if not call or cb.waiting: return False
     new = call.precision
     try: check_parallel(new, learn.model)

@@ -14,11 +14,11 @@ from fastcore.foundation import L
 
 from ..devices.cuda_rules import cuda_rules
 from ..learners import training_device
-from ..messages import check_argument, check_integer
+from ..messages import check_above_0, check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
 from .calls import Call, own_precision
-from .copies import check_above_0, check_learner, loader_like, no_batch, note_of_left_out
+from .copies import check_learner, loader_like, no_batch, note_of_left_out
 from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
 from .gradient import N_BATCHES

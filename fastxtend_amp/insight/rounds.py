@@ -11,9 +11,9 @@ from fastai.torch_core import set_seed, to_device
 from torch.nn.parameter import is_lazy
 
 from ..learners import training_device
-from ..messages import check_integer
+from ..messages import check_above_0, check_integer
 from .calls import Call
-from .copies import check_above_0, check_learner, loader_like, no_batch
+from .copies import check_learner, loader_like, no_batch
 from .display import progress_bar
 from .random_states import random_state_kept
 from .recommendation import FEWEST_ROUNDS, last_fifth
@@ -178,9 +178,9 @@ class Rounds:
         return len(self.base.losses) < self.n_steps or bool(self.undecided and not self.is_short)
 
     def _has_time(self, size):
-        """Return whether there is time for so many steps; after six rounds, for training with other seeds as well.
+        """Return whether there is time for `size` more steps. True before a step is timed.
 
-        For one of these, if something is undecided. True before a step is timed.
+        After six rounds, time for other seeds is reserved: for one while a row is undecided, otherwise for all.
         """
         base, seconds = self.base, size * sum(trial.pace for trial in self.staying)
         if len(base.times) >= FEWEST_ROUNDS:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..compat import without_modes
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
+from ..learners import newest_loss
 from ..messages import first_line, users_line
 from ..precisions import Precision, find_precision
 from ..precisions.base import Rounding
@@ -137,7 +138,7 @@ class BackwardOnly(Callback):
         vars(self.learn).pop('loss_grad', None)                  # of the batch before
 
     def after_loss(self):
-        loss = vars(self.learn).get('loss_grad')                      # without targets a callback may set it
+        loss = newest_loss(self.learn)                           # without targets a callback may set it
         if loss is not None: self.read_loss(loss)
 
     def after_backward(self):

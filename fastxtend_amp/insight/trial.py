@@ -43,7 +43,7 @@ class Trial:
         return np.median(self.times or [math.nan])
 
     def speed_up(self, other: Trial) -> Speed:
-        "Return how much faster than another it is, in the rounds of both."
+        "Return the speed-up over another, from the rounds that both ran."
         return Speed.of([others / own for own, others in zip(self.times, other.times)])
 
     def loss(self, n: int) -> float: # nan if it has left the rounds
@@ -66,7 +66,7 @@ class Trial:
         "Train a round on the batches of these steps, and time it. The first round is a warm-up."
         set_random_state(self.random_state)
         cb = precision_callback(self.copy)
-        # At its end all is closed that the precision has opened: the settings of TF32 hold for every model.
+        # It closes what the precision opened, as the settings of TF32 hold for every model.
         run_outermost(self.copy, cb, 'train', partial(self._train_and_time, steps, cb))
         self.random_state = random_state()
 

@@ -5,13 +5,12 @@ from typing import Any
 from torch import nn
 
 from ..compat import without_subclasses
-from ..learners import newest_loss
+from ..learners import newest_loss, several_processes
 from ..messages import warn_user
 from ..precisions import Precision
 from ..precisions.fp32_modules import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import Watcher
-from .copies import several_processes
 from .diagnosis import Alarm, apply_fix, diagnose
 from .random_states import random_state, torch_generators
 from .values import readable, readable_weights
@@ -159,7 +158,7 @@ class FailureWatcher(Watcher):
         alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
         diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
-        cb.fit.seen = None                                       # first: a remedy may close the fit
+        cb.fit.seen = None                                       # first: a fix may close the fit
         may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES
         if may_fix and apply_fix(cb, alarm, diagnosis): self.n_fixes += 1
         else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
@@ -191,7 +190,7 @@ class UnusedModules(Watcher):
 
 
 class ErrorNote(Watcher):
-    "Adds to PyTorch's errors about dtypes, oneDNN's about an LSTM, and those of anomaly detection, what to do."
+    "Adds advice to PyTorch's dtype errors, to oneDNN's about an LSTM, and to those of anomaly detection."
     def after_failure(self, error: BaseException) -> None:
         "Add a note to `error`, with Python 3.11 or newer."
         fit = self.cb.fit

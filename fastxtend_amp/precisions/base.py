@@ -90,7 +90,6 @@ class Precision:
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
     scales_loss: ClassVar[bool] = False # Whether gradients underflow without loss scaling
-    master_weights = True # Whether weights that train are fp32; only bf16 has others
     flat_master = False # Whether the optimizer steps on a few large tensors
     skip_nonfinite = False # Without loss scaling: whether to skip steps whose gradients are not finite
 

@@ -111,7 +111,7 @@ class FP16(Precision):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from the scale and the growth tracker in `state`; None resets them. The arguments stay.
 
-        Ignored with a fixed loss scale or `enabled=False`; a warning says so if the scale in `state` is another one. A
+        Ignored with a fixed loss scale or `enabled=False`, with a warning if the scale in `state` is another one. A
         scale below 2**-24, the smallest number of fp16, is replaced by the first one; version 0.4 could save 0. Raises
         `ValueError` for a state that is not complete, and for a scale that is not finite or below 0.
         """
