@@ -60,7 +60,7 @@ print(report.verdicts['bf16'].call)  # bf16
 report = learn.precision_report()
 report.plot()
 report.table.nsmallest(3, 'headroom')       # closest to overflow
-learn.to_bf16(fp32_modules=report.fp32_modules)
+learn.to_bf16(fp32_modules=report.verdicts['bf16'].modules)
 ''',
     'Verdict': '''
 verdict = learn.precision_report('fp16').verdicts['fp16']

@@ -197,8 +197,9 @@ class _Reporter:
         yield from note_of_left_out(self.learn)
 
     def _digits(self):
-        "Give a note on how far predictions are from those in fp32."
-        errors = {v.precision: v.error for v in self.verdicts.values() if v.error >= 0}
+        "Give a note on how far predictions are from those in fp32. Those of a small sample say little."
+        errors = {name: v.error for name, v in self.verdicts.items()
+                  if v.error >= 0 and not self.judges[name].sample.is_small}
         nearest = f'; {min(errors, key=errors.get)} is nearer' if len({*errors.values()}) > 1 else ''
         by = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())
         if errors: yield f'Predictions differ from those in fp32 by {by}{nearest}.'

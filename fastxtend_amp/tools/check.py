@@ -18,7 +18,7 @@ from torch import nn
 
 from ..devices.fp32_settings import settings_note
 from ..messages import first_line
-from ..precisions import PRECISIONS, Precision
+from ..precisions import PRECISIONS, Precision, fastest_native
 from ..training.optimizers import fused
 from .demo import digits
 from .device import add_device, usable_device
@@ -181,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
         n += result.passed is not None
         if result.passed is False: failed.append(f'{result.precision}: {result.what}')
     print()
+    if fastest_native(device) is Precision:
+        print('This device accelerates no 16-bit precision: train in fp32, as `learn.to_amp()` does.')
     if failed:
         print(f"{len(failed)} of {n} checks FAILED on {device} ({', '.join(failed)}). Please paste all of this output "
               'into an issue.')

@@ -138,6 +138,7 @@ def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
         ).precision_report(modes)
         cut = [note for note in report.notes if note.startswith('fp16: looked at only 2 of these samples, ')]
         assert set(sizes) == expected and bool(cut) == (2 in sizes)
+        assert not any('Predictions' in note and 'in fp16' in note for note in report.notes)
         assert str(report.verdicts['bf16']).startswith('bf16: safe so far. Next: `learn.to_bf16()`\n')
         assert 'rounding' in report.verdicts['bf16'].reason
     reason = report.verdicts['fp16'].reason

@@ -159,6 +159,7 @@ def test_a_precision_that_the_device_has_not(monkeypatch, checked):
     status, found, out = checked()
     assert (status, found['ok'], found['FAILED']) == (0, ALL[:2], [])
     assert found['left out'] == [f'{mode}: not supported' for mode in modes] and 'All 2 checks passed' in out
+    assert 'accelerates no 16-bit precision: train in fp32' in out
 
 
 @pytest.mark.skipif(
