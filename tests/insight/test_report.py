@@ -510,7 +510,19 @@ def attends(h):
     return F.scaled_dot_product_attention(h, h, h).flatten(1)
 
 
+class Spectral(nn.Linear):
+    "With complex weights."
+
+    def __init__(self):
+        super().__init__(6, 1)
+        self.spectrum = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward(torch.fft.ifft(torch.fft.fft(x.float()) * self.spectrum).real)
+
+
 RUNS = {
+    'complex weights': lambda: learner(Spectral()),
     'a scripted module': lambda: learner(layers(torch.jit.script(nn.ReLU()))),
     'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()),
     'tied, in place, called twice': lambda: learner(Tied()),
