@@ -33,7 +33,7 @@ def optimizer_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]
     return [*by_id.values()]
 
 
-def gradient_params(opt: Optimizer | OptimWrapper | None) -> list[nn.Parameter]:
+def gradient_params(opt: Optimizer | OptimWrapper | None) -> list[Any]: # Their `grad` is a tensor
     "Return the parameters of `opt` that have gradients."
     return [p for p in optimizer_params(opt) if p.grad is not None]
 
