@@ -163,7 +163,7 @@ def precision_as(self: Learner,
     """
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     own, states = precision_callback(self), loaded_states(self)
-    loaded = {**states}
+    loaded, self.loaded_precision = {**states}, states
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     fastais = [cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not own]
     try:
@@ -191,7 +191,8 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     if not fit: precision.check_device(device)
     else:
         fit.use_model()
-        fit.clear_old_casts()                                    # in a validation weights may have changed
+        # In a validation weights may have changed; a training batch shares its casts, as nested autocasts do.
+        if not self.training: fit.clear_old_casts()
     around_fit = [] if fit else precision.around_fit(self.model)
     with ExitStack() as stack:
         contexts = [backward_without_autocast(), *around_fit, *precision.around_batch(device)]

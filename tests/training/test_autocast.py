@@ -314,3 +314,18 @@ def test_a_model_that_is_called_by_hand_in_a_validation_uses_its_present_weights
 
     ready('bf16', 'mlp').get_preds(cbs=At('after_loss', call, 20))
     assert found and all(found)
+
+
+def test_a_second_call_in_a_training_batch_shares_the_casts():
+    "As in nested autocasts: otherwise its gradients would be added in fp32."
+    learn = ready('bf16', 'mlp')
+
+    def call(l):
+        if l.training:
+            with l.amp_context():
+                l.model(*l.xb)
+
+    with Casts(learn.model) as casts:
+        learn.fit(1, 0.01, cbs=At('after_pred', call, 20))
+    batches = len(learn.dls.train) + AT_ONCE
+    assert casts.count['0.weight'] == batches, (casts.count, batches)

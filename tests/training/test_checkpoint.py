@@ -10,7 +10,7 @@ from fastai.text.learner import TextLearner
 from torch import nn
 
 import fastxtend_amp
-from fastxtend_amp import load_learner
+from fastxtend_amp import MixedPrecision, load_learner
 from fastxtend_amp.training.loop import precision_callback
 from helpers import At, finite, is_outside_a_fit, learner, left_on, mlp, params, python, replaced, same, told
 from rows import FP32, TO, differences, end_state, make, third_batch
@@ -283,11 +283,16 @@ def test_a_file_that_is_loaded_before_fp16_is_set(first, tmp_path):
 
 def test_a_file_saved_in_another_precision_for_a_while_has_the_scale(tmp_path):
     learn = after_fits('overflowing', tmp_path)
+    scale = learn.mixed_precision.scale
+    with pytest.raises(ValueError), learn.precision_as(MixedPrecision('bf16', fp32_modules='no module')):
+        pass
+    assert learn.mixed_precision.scale == scale != 65536
     with learn.precision_as('fp32'):
         learn.save('a')
     given = make('fp16', path=tmp_path).to_fp16(init_scale=4.0)
+    given.save('weights', with_opt=False)
     with given.precision_as('fp32'):
-        given.load('a')
+        given.load('a').load('weights')  # a file of weights keeps the scale
     assert given.mixed_precision.scale == learn.mixed_precision.scale
     assert make('overflowing', path=tmp_path).load('a').mixed_precision.scale == learn.mixed_precision.scale
 
