@@ -101,8 +101,8 @@ def _copy(learn, optimizer):
         for name, flag in vars(inner_optimizer(learn.opt)).items():
             if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
     for m in new.model.modules():
+        if hasattr(m, COMPILED_NAME): continue                   # a compiled module knows how to be copied
         forward = vars(m).get('forward')
-        if hasattr(m, COMPILED_NAME): continue
         if is_compiled_function(forward): del vars(m)['forward'] # it would run the original
         elif forward: vars(m)['forward'] = _copied(forward, memo)
         # One that waits for no other process.

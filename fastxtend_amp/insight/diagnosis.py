@@ -91,7 +91,8 @@ def _rerun(
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Call(Precision()))
-    largest = max((m.grad for m in sample.reference.modules.values()), default=0.) * alarm.scale
+    gradients = [m.grad for m in sample.reference.modules.values()]
+    largest = max(gradients, default=0.) * alarm.scale
     if alarm.is_unexplained and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()

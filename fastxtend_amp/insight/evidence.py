@@ -115,7 +115,8 @@ def loss_scales(run: Recording) -> tuple[float, float]:
     info = torch.finfo(run.precision.dtype or torch.float32)
     half = [m.reference for m in run.modules.values() if m.largest_half and m.reference.grad]
     if not half: return 1., 2. ** 24
-    most = 2. ** min(math.floor(math.log2(info.max / max(m.grad for m in half))), _HIGHEST)
+    largest = max(m.grad for m in half)
+    most = 2. ** min(math.floor(math.log2(info.max / largest)), _HIGHEST)
     mean = sum(m.grad_sum for m in half) / sum(m.n_grads for m in half)
     least = 2. ** math.ceil(math.log2(info.smallest_normal * info.eps / (_NEGLIGIBLE * mean)))
     low_enough = min(1., most / MARGIN)                          # 1 will do if it leaves a margin

@@ -16,6 +16,8 @@ from .values import as_dtype, is_plain, largest_value, n_nan_or_inf, tensors
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 # Operators that only copy values, which are noted where they were computed.
 _COPIES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
+# Operators whose results need a constant that becomes this number.
+_NEEDED_BY = {1: ('clamp',), 0: ('add', 'clamp'), math.inf: ('mul', 'where')}
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators that may cast whole numbers
 
 
@@ -36,7 +38,8 @@ def size(running, op):
         if largest > record.largest: record.largest, record.is_of_input = largest, op.is_cast
         if out.dtype not in HALF: continue
         record.is_half = True
-        if not (n_nan_or_inf(out) and _came_in(running, op)): record.largest_half = max(record.largest_half, largest)
+        if n_nan_or_inf(out) and _came_in(running, op): continue
+        record.largest_half = max(record.largest_half, largest)
 
 
 def _came_in(running, op):
@@ -61,7 +64,8 @@ def products(running, op):
     "Note products in 16 bits: in the fp32 run, and of inputs cast with `.float()`, which autocast undoes."
     record, has_half = running.record, op.has_half
     was_float = running.floats.include(op.inputs)
-    if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)): running.floats.add(op.out)
+    is_float = has_half and op.name == '_to_copy' and op.out.dtype is torch.float32
+    if is_float or (was_float and op.name == '_to_copy'): running.floats.add(op.out)
     if not op.traits.flops: return
     record.has_product = True
     if has_half and not running.precision.dtype: record.half_line = _line()
@@ -96,11 +100,12 @@ def _equal_in(dtype, t): # '257 and 258'
 
 def constants(running, op):
     "Note a constant that is lost, and that results need: it bounds some, is added to values near 0, or masks."
-    for constant in map(_constant, op.args):
+    if not op.name.startswith(('add', 'clamp', 'mul', 'where')): return
+    for constant in filter(None, map(_constant, op.args)):
         for out, fp32 in op.results:
+            if out.dtype not in HALF: continue
             limit = as_dtype(constant, out.dtype)
-            operators = {1: ('clamp',), 0: ('add', 'clamp'), math.inf: ('mul', 'where')}.get(abs(limit), ())
-            if limit == constant or not op.name.startswith(operators): continue
+            if limit == constant or not op.name.startswith(_NEEDED_BY.get(abs(limit), ())): continue
             # A constant that becomes 0 matters beside values below the normal numbers of fp16.
             width = max(1.01 * abs(constant - limit), FP16_NORMAL)
             is_near = out == limit if math.isinf(limit) else (fp32 - limit).abs() < width

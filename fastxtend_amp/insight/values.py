@@ -57,7 +57,9 @@ def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
 def all_finite(t: torch.Tensor) -> bool:
     "Return whether no value is NaN or inf."
     if t.is_complex(): t = torch.view_as_real(t)
-    return not t.numel() or bool(torch.stack(torch.aminmax(t)).isfinite().all())  # faster than to look at each value
+    if not t.numel(): return True
+    ends = torch.stack(torch.aminmax(t))                         # faster than to look at each value
+    return bool(ends.isfinite().all())
 
 
 def n_nan_or_inf(t: torch.Tensor) -> int:

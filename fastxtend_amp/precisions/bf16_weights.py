@@ -23,7 +23,8 @@ def check_bf16_weights(learn: Learner) -> None:
                          'Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.')
     inner: Any = getattr(learn.opt, 'opt', None)                 # of optimi or torchao
     if getattr(inner, 'bf16_stochastic_round', False): return
-    if all(group.get('kahan_sum', False) is not False for group in getattr(inner, 'param_groups', [{}])): return
+    groups = getattr(inner, 'param_groups', [{}])
+    if all(group.get('kahan_sum', False) is not False for group in groups): return
     raise ValueError(f"master_weights=False cannot be used with {optimizer_name(learn.opt)}, which does not compensate "
                      "for rounding: small updates of bf16 weights are lost.\nBuild the learner with "
                      "`opt_func=kahan('AdamW')` or with torchao's stochastic rounding, or leave out "
@@ -90,7 +91,8 @@ class BF16Weights:
         """
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
-            if type(v) is torch.Tensor and v.dim() and v.is_floating_point(): state[k] = v.to(dtype)
+            is_values = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
+            if is_values: state[k] = v.to(dtype)
         value: Any = p.data.float()
         lost: Any = 0.                                           # what rounding has taken so far
         for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32

@@ -44,7 +44,8 @@ def flat_step(learn: Learner, step: Callable[[], object]) -> None:
     for row in learn.opt.all_params(with_grad=True):             # a parameter, its group, state and hyper-parameters
         p, _, state, hypers = row
         numbers = {name: None if torch.is_tensor(x) else x for name, x in state.items()}
-        alike[(id(hypers), p.dtype, p.device, *sorted(numbers.items()))].append(row)
+        key = id(hypers), p.dtype, p.device, *sorted(numbers.items())
+        alike[key].append(row)
     flat = [_joined(rows) for rows in alike.values()]
     try:
         with patch.multiple(learn.opt, all_params=lambda **kwargs: flat, state={}): step()
@@ -58,14 +59,17 @@ def _joined(rows: list[Any]) -> tuple:
     params, (group, *_), states, (hypers, *_) = zip(*rows)
     flat = nn.Parameter(join(p.data for p in params))
     flat.grad = join(p.grad for p in params)
-    state = {name: join(s[name] for s in states) if torch.is_tensor(x) else x for name, x in states[0].items()}
+    state = dict(states[0])
+    for name, x in state.items():
+        if torch.is_tensor(x): state[name] = join(s[name] for s in states)
     return flat, group, state, hypers
 
 
 def _copy_back(row: tuple, rows: list[Any]) -> None:
     "Copy parameter, gradient and state of a joined row to those that it stands for."
     (flat, _, state, _), (params, _, states, _) = row, zip(*rows)
-    def parts(t): return [part.view_as(p) for part, p in zip(t.split([p.numel() for p in params]), params)]
+    sizes = [p.numel() for p in params]
+    def parts(t): return [part.view_as(p) for part, p in zip(t.split(sizes), params)]
     torch._foreach_copy_([p.data for p in params], parts(flat.data))
     torch._foreach_copy_([p.grad for p in params], parts(flat.grad))
     for name, x in state.items():

@@ -51,8 +51,9 @@ class Attention(nn.Module):
 def reader(device: torch.device) -> Learner:
     "Return a learner with a small network that reads the digits row by row."
     set_seed(42)
-    layers = OrderedDict(rows=nn.Flatten(1, 2), embed=nn.Linear(16, 64), attention=Attention(), flat=nn.Flatten(),
-                         head=nn.Linear(1024, 10))
+    layers = OrderedDict(
+        rows=nn.Flatten(1, 2), embed=nn.Linear(16, 64), attention=Attention(),
+        flat=nn.Flatten(), head=nn.Linear(1024, 10))
     return Learner(digits(device), nn.Sequential(layers), loss_func=CrossEntropyLossFlat(), lr=LR)
 
 

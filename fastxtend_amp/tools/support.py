@@ -24,5 +24,6 @@ def precision_support(
         here = ', '.join(map(str, facts.all_devices()))
         raise ValueError(f'device={device!r} cannot be used: it must be a device that PyTorch knows; this machine has '
                          f'{here}.') from e
-    rows = [(str(on), cls.name, *cls.support(on)) for on in devices for cls in PRECISIONS.values()]
+    classes = PRECISIONS.values()
+    rows = [(str(on), cls.name, *cls.support(on)) for on in devices for cls in classes]
     return _Table(rows, columns=['device', 'precision', 'support', 'why'])

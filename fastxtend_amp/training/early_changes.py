@@ -12,7 +12,8 @@ class EarlyChanges:
 
     def note(self) -> None:
         "Note the gradients, after a backward pass of fastai's loop."
-        self.versions = [(id(p.grad), p.grad._version) for p in gradient_params(self.learn.opt)]
+        gradients = (p.grad for p in gradient_params(self.learn.opt))
+        self.versions = [(id(g), g._version) for g in gradients]
 
     def warn(self) -> None:
         "Before gradients are unscaled, warn of the callbacks that may have changed them since."
