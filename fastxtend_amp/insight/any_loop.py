@@ -13,7 +13,7 @@ from ..messages import check_argument, check_integer
 from ..precisions.base import written
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, is_half, map_tensors
-from .calls import Call
+from .choices import Choice
 from .gradient import N_BATCHES
 from .random_states import random_state_kept
 from .report_result import PrecisionReport
@@ -63,13 +63,12 @@ def precision_report(
     if any(p.requires_grad and is_half(p) for p in model.parameters()):
         report.notes.append('Trainable 16-bit weights were taken as fp32: call `model.float()` before training.')
     for verdict in report.verdicts.values():
-        advice = None if verdict.again else verdict.advice
-        verdict.again, verdict.advice = '', advice and _Arguments(advice.precision)
+        verdict.next = _Arguments(verdict.next.precision) if isinstance(verdict.next, Choice) else ''
     return report
 
 
-class _Arguments(Call):
-    "A call that a verdict advises, as the precision and its arguments: a loop has no learner to call."
+class _Arguments(Choice):
+    "A choice, shown as the precision and its arguments: a loop has no learner to call."
     def __str__(self): # 'fp16, init_scale=1024'
         return ', '.join(filter(None, [self.precision.name, written(self.precision.changed)]))
 

@@ -1,97 +1,38 @@
-"`Learner.compare_precision` and `to_amp(measure=True)`, and their result."
-import math
+"`Learner.compare_precision` and `to_amp(measure=True)`: copies train side by side in each precision."
+import math, random, time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from fastai.learner import Learner
+from fastai.torch_core import set_seed, to_device
 from fastcore.basics import patch
 from fastcore.foundation import L
+from torch.nn.parameter import is_lazy
 
 from ..compat import is_compiled
 from ..devices.fp32_settings import settings_note
-from ..learners import several_processes
-from ..messages import check_argument
+from ..learners import several_processes, training_device
+from ..messages import check_above_0, check_integer
 from ..precisions import find_precision
-from .calls import Call, native_precisions, rows_of
-from .copies import note_of_left_out
-from .display import Shown
-from .recommendation import COLUMNS, Speed, recommend, tolerance
-from .rounds import FOR_REPORT, N_SEEDS, N_STEPS, Rounds
+from .choices import Choice, native_precisions, to_compare
+from .comparison_result import PrecisionComparison
+from .copies import loader_like, note_of_left_out
+from .display import progress_bar
+from .random_states import random_state_kept
+from .recommendation import COLUMNS, Speed, last_fifth, recommend, tolerance
+from .requirements import check_learner, no_batch
+from .rounds import Rounds
+from .trial import Trial
+from .values import tensors
 
+N_STEPS, N_SEEDS = 50, 3        # defaults
+_FOR_REPORT = .3                # share of `max_seconds` for the report of `to_amp`
+_FOR_BATCHES = .25              # share of the rest for drawing batches
+_BYTES = 2**29                  # of batches to hold; further steps reuse them
 _NOTHING_NATIVE = ("This device runs nothing else natively. To compare what it emulates, name it: "
                    "`learn.compare_precision('bf16')`.")
-
-
-@dataclass(repr=False, eq=False)
-class PrecisionComparison(Shown):
-    """The result of `Learner.compare_precision`.
-
-    In `table`, nan means that there is no value. A dropped row has no speed, as it ran in fewer rounds than the others:
-    `note` compares it with another row in these rounds.
-
-    | column of `table` | meaning |
-    |---|---|
-    | `support` | 'native' or 'emulated' on this device; 'failed' after an error; 'dropped' |
-    | `steps`, `rounds` | training steps, and the rounds in which they were timed |
-    | `ms per step` | median in fp32; for others, that divided by the speed-up |
-    | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
-    | `loss`, `loss difference` | mean of the last fifth of the steps, and its difference from fp32 |
-    | `peak MB` | the most that a step allocates on an accelerator |
-    | `weights moved` | how far the weights moved per step, relative to fp32 |
-    """
-    table: pd.DataFrame # One row per precision, memory format and choice of layers in fp32
-    losses: dict[str, list[float]] # The loss of each step, by row
-    seed_losses: list[list[float]] # The same, of fp32 with other seeds
-    recommended: str # The row to use
-    reason: str # Why, and how certain that is
-    notes: list[str] # How the comparison was made, and what limits it
-    rows: dict[str, Call]
-
-    @property
-    def calls(self) -> dict[str, str]:
-        "The call that selects each row."
-        return {name: str(row) for name, row in self.rows.items()}
-
-    def apply(self,
-        learn: Learner, # The learner that was compared, or one like it
-        precision: str | None = None, # A row of the table; the recommended one if None
-    ) -> Learner: # The learner
-        "Switch the learner to the recommended row, and keep its `fp32_modules`."
-        row = precision or self.recommended
-        check_argument('precision', row, self.rows.__contains__, f'one of {[*self.rows]}')
-        self.rows[row].apply(learn)
-        return learn
-
-    def _parts(self):
-        yield f'Recommended: {self.recommended}. {self.reason}\nNext: `{self.calls[self.recommended]}`'
-        table = self.table.drop(columns=['rounds', *COLUMNS[1:], 'weights moved', 'note'])
-        table['speed-up'] = [str(Speed(*row)) for row in self.table[COLUMNS].values]
-        yield table.dropna(axis=1, how='all')
-        dropped = self.table['note'][self.table['support'] == 'dropped'].items()     # `reason` has the errors
-        yield '\n'.join([f'{name}: {note}.' for name, note in dropped] + self.notes)
-
-    def plot(self): # The two matplotlib axes
-        "Plot speeds and loss curves."
-        import matplotlib.pyplot as plt
-        _, (curves, bars) = plt.subplots(2, figsize=(6, 6), layout='constrained')
-        colors = [row.precision.color for row in self.rows.values()]
-        # '_' hides all but one from the legend.
-        seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
-        values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
-        smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
-        lines = ['--' if row.channels_last else '-' for row in self.rows.values()]
-        smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, style=['-'] * len(seeds) + lines,
-                    xlabel='step', ylabel='loss', title='Training loss (smoothed)')
-        curves.get_lines()[len(seeds)].set_linewidth(4)          # fp32, seen under the others
-        curves.legend()
-        self.table['speed-up'].plot.barh(ax=bars, color=colors, xlabel='steps per second, fp32 = 1', ylabel='',
-                                         title=f'Recommended: {self.recommended}')
-        bars.bar_label(bars.containers[0], [str(Speed(mid)) for mid in self.table['speed-up']], padding=6)
-        bars.margins(x=.15)
-        bars.invert_yaxis()
-        return curves, bars
 
 
 # -- the methods
@@ -133,9 +74,9 @@ def compare_precision(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    rounds = Rounds(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
+    plan = Plan(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
     classes = native_precisions(self) if precisions is None else L(precisions).map(find_precision)
-    result = compared(rounds, rows_of(self, [Call.from_own(self, cls) for cls in classes]))
+    result = plan.compare(to_compare(self, [Choice.for_learner(self, cls) for cls in classes]))
     if precisions is None and not classes: result.notes[:0] = [_NOTHING_NATIVE]
     return result
 
@@ -151,21 +92,21 @@ def measure_and_choose(
 
     Raises what `compare_precision` raises, and `RuntimeError` in distributed runs.
     """
-    rounds = Rounds(learn, 'to_amp(measure=True)', max_seconds)
+    plan = Plan(learn, 'to_amp(measure=True)', max_seconds)
     if several_processes():
         raise RuntimeError('to_amp(measure=True) is not available in distributed runs, as each process could choose '
                            'another precision.\nRun it in one process, then use the call that it prints in every '
                            'process.')
     classes = native_precisions(learn)
     low = [cls.name for cls in classes if cls.dtype]
-    verdicts = learn.precision_report(low, max_seconds=FOR_REPORT * max_seconds).verdicts if low else {}
-    rows, notes = [], [] if classes else [_NOTHING_NATIVE]
+    verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
+    choices, notes = [], [] if classes else [_NOTHING_NATIVE]
     for cls in classes:
         v = verdicts.get(cls.name)
-        if v is None: rows.append(Call.from_own(learn, cls))
+        if v is None: choices.append(Choice.for_learner(learn, cls))
         elif v.verdict in ('do not use', 'cannot run') or not v.call: notes.append(f'{cls.name}: {v.reason}.')
-        else: rows.append(Call.from_own(learn, cls, v.modules, v.init_scale))
-    result = compared(rounds, rows_of(learn, rows))
+        else: choices.append(Choice.for_learner(learn, cls, v.modules, v.init_scale))
+    result = plan.compare(to_compare(learn, choices))
     result.notes[:0] = notes
     result.apply(learn)
     vars(learn)['precision_decision'] = result                   # which `export` leaves out
@@ -179,46 +120,99 @@ def precision_decision(self: Learner) -> PrecisionComparison | None:
     return vars(self).get('precision_decision')
 
 
-# -- the result
+# -- the comparison
 
-def compared(
-    rounds: Rounds,
-    rows: dict[str, Call], # fp32 first
-) -> PrecisionComparison:
-    "Train in all rows, and return what that shows."
-    rounds.compare(rows)
-    n, base, trials = rounds.n_compared, rounds.base, rounds.trials
-    table = pd.DataFrame([_row(trial, base, n) for trial in trials.values()], index=[*trials])
-    tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in rounds.seeds])
-    changes = {name: (row.precision.scales_loss, len(row.changes)) for name, row in rows.items()}
-    recommended, reason = recommend(table, tolerated, changes, rounds.spent)
-    return PrecisionComparison(
-        table,
-        losses={name: trial.losses[:n] for name, trial in trials.items()},
-        seed_losses=[trial.losses for trial in rounds.seeds],
-        recommended=recommended,
-        reason=reason,
-        notes=[*_notes(rounds)],
-        rows=rows)
+@dataclass
+class Plan:
+    """The arguments of a comparison, checked, with its time limit, which begins now.
+
+    `max_seconds` is for batches, then rounds, then fp32 with other seeds; before all of them, `to_amp` makes a report.
+    """
+    learn: Learner # Only copies of it are trained
+    method: str # The method that was called, for messages
+    max_seconds: float
+    n_steps: int = N_STEPS
+    n_seeds: int = N_SEEDS
+    lr: float | slice | None = None # The learner's own if None
+
+    def __post_init__(self):
+        check_above_0(max_seconds=self.max_seconds)
+        check_integer(1, n_steps=self.n_steps)
+        check_integer(0, n_seeds=self.n_seeds)
+        if self.lr is not None: check_above_0(lr=getattr(self.lr, 'stop', self.lr))
+        self.max_seconds = min(self.max_seconds, 1e9)            # `math.inf`: no limit
+        self.end = time.monotonic() + self.max_seconds
+        check_learner(self.learn, self.method)
+        if lazy := [name for name, p in self.learn.model.named_parameters() if is_lazy(p)]:
+            raise ValueError(f"{self.method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
+                             'batch.\nRun one: `learn.model(learn.dls.one_batch()[0])`.')
+
+    def compare(self, choices: dict[str, Choice]) -> PrecisionComparison: # By row, fp32 first
+        "Train in all of them, in fp32 with other seeds as well, and return what that shows."
+        if len(choices) == 1: self.n_steps = 1                   # there is nothing to compare fp32 with
+        seeds = list[Trial]()
+        with random_state_kept(), progress_bar(self.learn, self.max_seconds) as tick, ExitStack() as copies:
+            batches = self._batches(tick)
+            trials = {name: Trial(self.learn, choice, batches) for name, choice in choices.items()}
+            rounds = Rounds(trials, self.n_steps, self.n_seeds, self.end, tick)
+            for trial in rounds.staying:
+                with random_state_kept(), trial.error_recorded(): trial.begin(copies, self.n_steps, self.lr)
+            rounds.train()
+            for trial in rounds.staying: trial.measure_end()
+            copies.close()
+            for seed in range(1, 1 + self.n_seeds):
+                if not rounds.left > rounds.n_compared * rounds.base.pace: break         # it may be nan
+                tick('fp32')
+                seeds.append(self._with_seed(seed, rounds))
+        return self._result(rounds, seeds, choices)
+
+    def _batches(self, tick):
+        "Return a batch for each step, as far as time and memory reach."
+        dl, drawn, size = loader_like(self.learn.dls.train), [], 0
+        until = time.monotonic() + _FOR_BATCHES * (self.end - time.monotonic())
+        for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
+            drawn.append(to_device(b, training_device(self.learn)))
+            tick('batches')
+            size += sum(t.nbytes for t in tensors(b))
+            if len(drawn) == self.n_steps or size > _BYTES or time.monotonic() > until: break
+        if not drawn: raise no_batch(self.method)                # of a dataset that can be iterated only once
+        return drawn
+
+    def _with_seed(self, seed, rounds):
+        "Train in fp32 with another seed and another order of the batches, except for the last ones."
+        set_seed(seed)
+        trial = Trial(self.learn, rounds.base.choice, rounds.base.batches)
+        n_first = rounds.n_compared - last_fifth(rounds.n_compared)
+        first = random.Random(seed).sample(range(n_first), n_first)
+        with ExitStack() as copies:
+            trial.begin(copies, self.n_steps, self.lr)
+            trial.train([*first, *range(n_first, rounds.n_compared)])
+        return trial
+
+    def _result(self, rounds, seeds, choices):
+        n, base, trials = rounds.n_compared, rounds.base, rounds.trials
+        table = pd.DataFrame([_row(trial, base, n) for trial in trials.values()], index=[*trials])
+        tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in seeds])
+        changes = {name: (choice.precision.scales_loss, len(choice.changes)) for name, choice in choices.items()}
+        seconds = None if rounds.is_short else self.max_seconds - min(0, rounds.left)
+        recommended, reason = recommend(table, tolerated, changes, seconds)
+        notes = [*note_of_left_out(self.learn)]
+        if len(trials) > 1:
+            notes[:0] = [f'Losses: mean of the last fifth of {n:,} steps. fp32 was repeated with {len(seeds)} of '
+                         f'{self.n_seeds} other seeds.']
+        if is_compiled(self.learn.model): notes.append('The compiled model was compared uncompiled.')
+        if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
+        losses = {name: trial.losses[:n] for name, trial in trials.items()}
+        seed_losses = [trial.losses for trial in seeds]
+        return PrecisionComparison(table, losses, seed_losses, recommended, reason, notes, choices)
 
 
 def _row(trial, base, n): # Its columns, which `PrecisionComparison` documents
     speed = Speed(math.nan) if trial.status else trial.speed_up(base)  # the others ran in other rounds as well
     loss = trial.loss(n)
-    support = trial.status or trial.call.precision.support(trial.device).status
+    support = trial.status or trial.choice.precision.support(trial.device).status
     return {'support': support, 'steps': len(trial.losses), 'rounds': len(trial.times),
             'ms per step': 1000 * base.pace / speed.mid, **dict(zip(COLUMNS, speed)),
             'loss': loss, 'loss difference': loss - base.loss(n),
             'skipped': trial.skipped, 'final scale': trial.scale, 'peak MB': trial.peak / 1e6,
             'weights moved': trial.moved / (base.moved or math.nan), 'note': trial.reason}
-
-
-def _notes(rounds):
-    "Say how losses were compared, and what limits the comparison."
-    if len(rounds.trials) > 1:
-        yield (f'Losses: mean of the last fifth of {rounds.n_compared:,} steps. fp32 was repeated with '
-               f'{len(rounds.seeds)} of {rounds.n_seeds} other seeds.')
-    yield from note_of_left_out(rounds.learn)
-    if is_compiled(rounds.learn.model):
-        yield 'The compiled model was compared uncompiled.'
-    if settings := settings_note(): yield f'{settings}. fp32 was measured with this setting.'

@@ -1,14 +1,14 @@
-"A copy of a learner to run on the side: what it holds, which callbacks it runs, how it trains, and who can have one."
-import inspect, re, tempfile, warnings
+"A copy of a learner to run on the side: what it holds, and which callbacks it runs."
+import re, tempfile, warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
+from fastai.callback.core import Callback
 from fastai.callback.hook import HookCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -18,20 +18,18 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import COMPILED_NAME, is_compiled_function
 from ..devices.facts import autocast_available
-from ..learners import inner_optimizer, is_sharded, training_device
+from ..learners import inner_optimizer, training_device
 from ..messages import first_line, is_users, package_of
 from ..precisions.matching import unwrapped
-from ..tensors import map_tensors
 from ..training.loop import precision_callback
-from .calls import Call
+from .choices import Choice
 from .random_states import random_state_kept
-from .values import all_finite, readable_weights
 
 
 @contextmanager
 def copied_learner(
     learn: Learner, # Nothing in it changes
-    call: Call, # To be made on the copy
+    choice: Choice, # What the copy trains in
     optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Context manager: a copy of `learn`, to train or examine and throw away.
@@ -57,7 +55,7 @@ def copied_learner(
             # A loss function with a penalty on `learn.model`, which is not copied, adds gradients to the learner's own.
             learn.model.zero_grad()
             # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
-            deepcopy(call).apply(new, on_overflow='ignore')
+            deepcopy(choice).apply(new, on_overflow='ignore')
             yield new
         except Exception as e:
             if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
@@ -162,7 +160,7 @@ def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
             'attribute `run_on_copy = True`.'] if names else []
 
 
-# -- the training of a copy
+# -- the batches of a copy
 
 def loader_like(
     dl: DataLoader, # fastai's, or PyTorch's
@@ -170,68 +168,9 @@ def loader_like(
     """Return a copy of `dl` with the same dataset, so that drawing batches does not change the order of `dl`.
 
     A `DistributedDL` would wait for all processes, so the loader inside is used. A loader that cannot be copied is
-    returned itself.
+    returned as is.
     """
     if type(dl).__name__ == 'DistributedDL': dl = dl.dl
     dataset = getattr(dl, 'dataset', None)
     try: return deepcopy(dl, {id(dataset): dataset})
     except Exception: return dl
-
-
-def begin_fit(
-    copy: Learner,
-    n_iter: int, # Batches in its epoch
-    lr: float | slice | None = None, # The learner's own if None
-) -> None:
-    "Begin a fit of one epoch as `Learner.fit` does, up to its first batch."
-    if not copy.opt: copy.create_opt()
-    if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
-    copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
-    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    copy(['before_fit', 'before_epoch', 'before_train'])
-
-
-def run_batch(copy: Learner, i: int, batch: Any) -> None:
-    "Run a clone of a batch. A callback that ends a fit or an epoch early, which `fit` handles, ends the batch."
-    batch = map_tensors(torch.clone, batch)                      # CutMix and some models write into it
-    with suppress(CancelFitException, CancelEpochException, CancelTrainException): copy.one_batch(i, batch)
-
-
-# -- what a learner needs
-
-def check_learner(
-    learn: Learner,
-    method: str, # The method that was called, for messages
-    dl: Any = None, # Source of the batches; `learn.dls.train` if None
-) -> None:
-    "Raise a `RuntimeError` inside a fit; a `ValueError` without data, or if parameters are sharded, NaN or inf."
-    fit = inspect.unwrap(Learner.fit).__code__
-    frames = (f.frame for f in inspect.stack(0))
-    if any(f.f_code is fit and f.f_locals.get('self') is learn for f in frames):
-        raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
-    if not any(p.requires_grad for p in learn.model.parameters()):
-        raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
-                         'Call `learn.unfreeze()`, or `requires_grad_()` on a module, first.')
-    if double := [name for name, p in learn.model.named_parameters() if p.dtype is torch.float64]:
-        raise ValueError(f"{method} does not support float64: '{double[0]}' would stay in it, in autocast as well.\n"
-                         'Convert the model with `.float()`.')
-    if is_sharded(learn.model):
-        raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
-                         'Call it before `fully_shard`.')
-    if lost := lost_weights(learn.model):
-        raise ValueError(f'{method} cannot run this model: {lost}.\nLoad other weights, or create the model again.')
-    if dl is None and not getattr(learn.dls, 'loaders', True): raise no_batch(method)
-
-
-def no_batch(method: str, dl: Any = None) -> ValueError:
-    "Return the error of a method whose source has no batch."
-    return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
-                      'none.\nA learner from `load_learner` has no data: set `learn.dls`. With `drop_last=True` the '
-                      'dataset may be smaller than a batch. An iterator can be used only once.')
-
-
-def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
-    "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
-    weights = readable_weights(model)
-    lost = [name for name, p in weights.items() if not all_finite(p)]
-    return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''

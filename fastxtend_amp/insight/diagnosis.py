@@ -9,12 +9,12 @@ from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
 from ..training.fit import check_parallel
 from ..training.loop import precision_callback
-from .calls import Call
-from .copies import lost_weights
+from .choices import Choice
 from .evidence import not_finite_data
 from .judge import Judge
-from .random_states import RandomState
 from .operations import named
+from .random_states import RandomState
+from .requirements import lost_weights
 from .sample import Sample
 
 _BAD = 'Check the data: no precision can train on these values'
@@ -41,7 +41,7 @@ class Diagnosis(NamedTuple):
     "The cause of a failure, and what to try."
     to_try: str
     cause: str
-    advice: Call | None = None               # what 'fix' changes to; None if nothing helps
+    next: Choice | None = None               # what 'fix' changes to; None if nothing helps
     init_scale: float | None = None          # None: the present one
 
     def __str__(self): return '\n'.join(f'{line[0].upper()}{line[1:]}.' for line in (self.to_try, self.cause))
@@ -90,26 +90,26 @@ def _rerun(
         return Diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
     if not kind.dtype:                                           # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
-                         Call(Precision()))
+                         Choice(Precision()))
     gradients = [m.grad for m in sample.reference.modules.values()]
     largest = max(gradients, default=0.) * alarm.scale
     if alarm.is_unexplained and largest > torch.finfo(kind.dtype).max: return None
     judge = Judge(kind, sample, alarm.scale)
     verdict = judge.verdict()
-    if not verdict.advice:
+    if not verdict.next:
         failed = [kind.name, *(made.precision for made in cb.fixes)]
-        call = Call.from_own(learn, fastest_native(cb.fit.device, failed))
-        return Diagnosis(f'Use another precision: `{call}`', verdict.reason, call)
+        other = Choice.for_learner(learn, fastest_native(cb.fit.device, failed))
+        return Diagnosis(f'Use another precision: `{other}`', verdict.reason, other)
     if verdict.modules:
         names = ', '.join(map(named, verdict.modules))
-        return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, verdict.advice, verdict.init_scale)
+        return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, verdict.next, verdict.init_scale)
     if alarm.is_unexplained: return None
     if judge.scale == alarm.scale:
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time loss and gradients are finite in {kind.name}')
     return Diagnosis(f'Start lower: `{verdict.call}`',
                      f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
-                     f'{judge.scale:,.9g} they do not', verdict.advice, verdict.init_scale)
+                     f'{judge.scale:,.9g} they do not', verdict.next, verdict.init_scale)
 
 
 # -- on_overflow='fix'
@@ -127,9 +127,9 @@ def apply_fix(
     diagnosis: Diagnosis, # Of the alarm
 ) -> bool: # False if nothing helps, if the user's own change waits already, or with nn.DataParallel
     "Make the change when the batch ends, in the same callback: history, optimizer and loss scale continue."
-    learn, call = cb.learn, diagnosis.advice
-    if not call or cb.waiting: return False
-    new = call.precision
+    learn, following = cb.learn, diagnosis.next
+    if not following or cb.waiting: return False
+    new = following.precision
     try: check_parallel(new, learn.model)
     except ValueError: return False                              # only a warning
 
@@ -142,6 +142,6 @@ def apply_fix(
         cb.precision = new
 
     cb.at_batch_end(switch)
-    cb.fixes.append(Fix(alarm.step, alarm.kind.name, str(call)))
-    print(f'{alarm.happened}\n{diagnosis.cause}.\nThe next batches train with `{call}`.')
+    cb.fixes.append(Fix(alarm.step, alarm.kind.name, str(following)))
+    print(f'{alarm.happened}\n{diagnosis.cause}.\nThe next batches train with `{following}`.')
     return True

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..precisions.matching import covers
 from .display import some
-from .recording import Recording
 from .operations import named
+from .recording import Recording
 from .report_result import Verdict
 from .values import n_nan_or_inf, readable, relative_error
 

@@ -8,9 +8,8 @@ import torch
 from fastai.learner import Learner
 
 from ..precisions import Precision
-from .copies import run_batch
 from .random_states import random_state, set_random_state
-from .sample import BackwardOnly, running_copy
+from .running import BackwardOnly, run_batch, running_copy
 from .values import all_finite
 
 N_BATCHES = 6  # K, batches whose gradients are compared

@@ -8,12 +8,12 @@ from fastcore.basics import first, noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
-from .calls import Call
+from .choices import Choice
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
-from .recording import Recording
 from .operations import named
+from .recording import Recording
 from .report_result import Verdict
 from .sample import Sample
 
@@ -70,13 +70,13 @@ class Judge:
         self.reasons = dict[str, str]()                          # why a module is flagged, by its name
         self.runs = list[Recording]()
 
-    def verdict(self) -> Verdict: # Without `advice` and `again` if another precision has to be used
+    def verdict(self) -> Verdict: # Without `next` if another precision has to be used
         "Search until nothing is flagged, nothing helps, or the time ends."
         try: return self._search()
         except OutOfTime as e:
             words, call = e.args
             self.found.append(words)
-            return self._verdict('not known', again=call, modules=self.keep)
+            return self._verdict('not known', next=call, modules=self.keep)
 
     def _search(self):
         while not self.sample.wrong:
@@ -103,7 +103,7 @@ class Judge:
 
     def _run(self, keep):
         self.before_run(self.kind.name, 'it was known what helps' if self.runs else 'modules were looked at')
-        precision = Call.from_own(self.learn, self.kind, keep, self.scale).precision
+        precision = Choice.for_learner(self.learn, self.kind, keep, self.scale).precision
         self.runs.append(self.sample.run(precision))
         return self.runs[-1]
 
@@ -206,7 +206,7 @@ class Judge:
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
         self.before_run(self.kind.name, 'gradients were compared')
-        precision = Call.from_own(self.learn, self.kind, keep, init_scale or self.present_scale).precision
+        precision = Choice.for_learner(self.learn, self.kind, keep, init_scale or self.present_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
         # Two copies may not fit into memory; the verdict on the modules stands, and a note says what is unknown.
         except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
@@ -217,11 +217,12 @@ class Judge:
         "Return the verdict of a run in which nothing is flagged, with what was found on the way."
         verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if self.reasons: verdict = 'keep modules in fp32'
-        helps = True
-        if ratio >= _FAR: verdict, helps = 'gradient differs', self._nearer(run, init_scale)
-        return self._verdict(verdict, advice=Call.from_own(self.learn, self.kind, self.keep, init_scale),
-                             again='' if helps else f"learn.compare_precision('{self.kind.name}')", modules=self.keep,
-                             scale_range=scales, init_scale=init_scale, error=prediction_error(run))
+        far = ratio >= _FAR
+        if far: verdict = 'gradient differs'
+        if far and not self._nearer(run, init_scale): following = f"learn.compare_precision('{self.kind.name}')"
+        else: following = Choice.for_learner(self.learn, self.kind, self.keep, init_scale)
+        return self._verdict(verdict, next=following, modules=self.keep, scale_range=scales, init_scale=init_scale,
+                             error=prediction_error(run))
 
     def _nearer(self, run, init_scale):
         "Keep modules that in fp32 bring the mean gradient near to that in fp32; return whether there are some."

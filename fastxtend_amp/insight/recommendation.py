@@ -93,7 +93,7 @@ def tolerance(
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
-    changes: Mapping[str, tuple[bool, int]], # By row: whether it scales the loss, and how many `Call.changes`
+    changes: Mapping[str, tuple[bool, int]], # By row: whether it scales the loss, and how many `Choice.changes`
     seconds: float | None = 60., # Time that was spent; None if `n_steps` is too small for any interval
 ) -> tuple[str, str]: # The row, and why
     """Return the fastest row that pays and whose loss matches fp32.

@@ -17,15 +17,16 @@ from ..learners import training_device
 from ..messages import check_above_0, check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
-from .calls import Call, own_precision
-from .copies import check_learner, loader_like, no_batch, note_of_left_out
+from .choices import Choice, own_precision
+from .copies import loader_like, note_of_left_out
 from .display import progress_bar, some
 from .evidence import equal_numbers, not_fp32, table_of
 from .gradient import N_BATCHES
 from .judge import Judge, OutOfTime
-from .random_states import random_state_kept
 from .operations import named
+from .random_states import random_state_kept
 from .report_result import PrecisionReport, Verdict
+from .requirements import check_learner, no_batch
 from .sample import Sample
 from .values import largest_value, n_items, readable, tensors
 
@@ -108,7 +109,7 @@ class _Reporter:
         "Return the report on these precisions."
         self.device, self.judges = training_device(self.learn), dict[str, Judge]()
         self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
-        if not self.sample.wrong: self._call_another()
+        if not self.sample.wrong: self._advise_another()
         table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
         return PrecisionReport(table, self.verdicts, [*self._notes()])
 
@@ -130,25 +131,24 @@ class _Reporter:
         status, why = kind.support(self.device)
         if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
         scale = (own_precision(self.learn).state_dict().get('scale')
-                 or Call.from_own(self.learn, kind).precision.first_scale)
+                 or Choice.for_learner(self.learn, kind).precision.first_scale)
         sample = self.small_sample if status == 'emulated' else self.sample
         batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
         judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, self.before_run)
         verdict = judge.verdict()
-        is_advised = bool(verdict.advice) and not verdict.again
+        is_advised = isinstance(verdict.next, Choice)
         verdict.is_emulated = status == 'emulated' and is_advised and not self.simulated
         lacking = first(run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error))
         if not lacking: return verdict
         return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
                        f'which CUDA may have: {lacking.error}')
 
-    def _call_another(self):
-        "Advise another precision of this report, or fp32, where a verdict has no call."
+    def _advise_another(self):
+        "Advise another precision of this report, or fp32, where a verdict has nothing next."
         verdicts = self.verdicts.values()
-        works = (v.advice for v in verdicts if v.advice and not (v.again or v.is_emulated))
-        other = next(works, Call(Precision()))
-        for verdict in verdicts:
-            if not verdict.call: verdict.advice = other
+        works = (v.next for v in verdicts if isinstance(v.next, Choice) and not v.is_emulated)
+        other = next(works, Choice(Precision()))
+        for verdict in verdicts: verdict.next = verdict.next or other
 
     # -- notes
 

@@ -6,7 +6,7 @@ import pandas as pd
 
 from ..precisions.fp16 import FP16
 from ..tensors import FP16_LARGEST, FP16_NORMAL
-from .calls import Call
+from .choices import Choice
 from .display import Shown, some
 
 
@@ -27,8 +27,7 @@ class Verdict:
     precision: str
     verdict: str
     reason: str # What was found
-    advice: Call | None = None
-    again: str = ''
+    next: Choice | str = ''
     modules: list[str] = field(default_factory=list) # Modules to keep in fp32
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     flagged: list[str] = field(default_factory=list)
@@ -39,7 +38,7 @@ class Verdict:
     @property
     def call(self) -> str:
         "The next call to make, if there is one."
-        return self.again or str(self.advice or '')
+        return str(self.next)                                    # a precision, or another measurement
 
     @property
     def is_safe(self) -> bool: return self.verdict in ('safe so far', 'safe with loss scaling')

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math, time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from ..devices.cost import allocated, wait_for
 from ..learners import training_device
 from ..messages import first_line
 from ..training.loop import precision_callback, run_outermost
-from .calls import Call
-from .copies import begin_fit, copied_learner, run_batch
+from .choices import Choice
+from .copies import copied_learner
 from .random_states import random_state, set_random_state
 from .recommendation import Speed, last_fifth
+from .running import begin_fit, run_batch
 from .values import is_plain
 
 
@@ -31,9 +32,11 @@ class Trial:
 
     def __init__(self,
         learn: Learner, # Only its copy is trained
-        call: Call, # What it trains in
+        choice: Choice, # What it trains in
+        batches: list, # Again from the first one when they are over
     ):
-        self.learn, self.call, self.name, self.device = learn, call, call.name, training_device(learn)
+        self.learn, self.choice, self.name, self.device = learn, choice, choice.name, training_device(learn)
+        self.batches = batches
         self.losses = list[float]()                              # of each step
         self.times = list[float]()                               # seconds per step, of each round after a warm-up
 
@@ -54,12 +57,13 @@ class Trial:
     # -- training
 
     def begin(self,
-        rounds: Any, # The `Rounds` that have batches and learning rate, and free the copy
+        copies: ExitStack, # Frees the copy
+        n_steps: int, # Batches in the epoch that callbacks see
+        lr: float | slice | None = None, # The learner's own if None
     ) -> None:
-        "Make a copy of the learner, make the call on it, and begin its fit."
-        self.copy = rounds.copies.enter_context(copied_learner(self.learn, self.call, optimizer=True))
-        self.batches = rounds.batches                            # again from the first one when they are over
-        begin_fit(self.copy, rounds.n_steps, rounds.lr)
+        "Copy the learner in its precision, and begin a fit of the copy."
+        self.copy = copies.enter_context(copied_learner(self.learn, self.choice, optimizer=True))
+        begin_fit(self.copy, n_steps, lr)
         self.random_state = random_state()                       # of the copy, between its rounds
 
     def train(self, steps: Iterable[int]) -> None:

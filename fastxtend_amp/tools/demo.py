@@ -14,7 +14,7 @@ from fastai.torch_core import set_seed
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ..insight.calls import native_precisions
+from ..insight.choices import native_precisions
 from .device import add_device, usable_device
 from .support import precision_support
 

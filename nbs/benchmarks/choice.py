@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -25,12 +26,13 @@ from fastai.layers import Flatten, SimpleCNN
 from fastai.learner import Learner
 from fastai.tabular.model import TabularModel
 from fastai.vision.learner import create_unet_model
+from fastcore.basics import noop
 from torch import nn
 from torchvision.models import resnet18
 
 from fastxtend_amp import fused
-from fastxtend_amp.insight.calls import Call, native_precisions, rows_of
-from fastxtend_amp.insight.compare import compared
+from fastxtend_amp.insight.choices import Choice, native_precisions, to_compare
+from fastxtend_amp.insight.compare import Plan
 from fastxtend_amp.insight.recommendation import COLUMNS, Speed, recommend, tolerance
 from fastxtend_amp.insight.rounds import Rounds
 from fastxtend_amp.insight.trial import Trial
@@ -93,7 +95,7 @@ class _Drawn(Trial):
     "A training whose times are drawn."
     def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
         self.name, self.seconds, self.rounds = name, seconds, rounds
-        self.call = Call(Precision(), layers=tuple(name.split(', ')[1:]))
+        self.choice = Choice(Precision(), layers=tuple(name.split(', ')[1:]))
         self.losses, self.times = [], []
     def train(self, steps: Sequence[int]) -> None:
         seconds = self.seconds()
@@ -124,9 +126,7 @@ def contest(
     seconds: float = 60.,
 ) -> tuple[float, float]: # The true speed-up of what is chosen, relative to the best row's, and the seconds used
     "Run the package's own rounds on drawn times, and choose as it does; losses are alike."
-    rounds = Rounds.__new__(Rounds)
-    rounds.tick = lambda what: None
-    rounds.n_steps, rounds.n_seeds, rounds.end = 50, 3, time.monotonic() + seconds
+    rounds = Rounds({}, n_steps=50, n_seeds=3, end=time.monotonic() + seconds, tick=noop)
     found = {'fp32': 1., **true}
     def drawn(speed): return step * np.exp(noise * rng.standard_normal()) / speed
     rounds.trials = {name: _Drawn(name, partial(drawn, speed), rounds) for name, speed in found.items()}
@@ -135,7 +135,7 @@ def contest(
     rows = {name: dict(zip(COLUMNS, trial.speed_up(rounds.base))) | {
         'support': trial.status or 'native', 'steps': 50, 'rounds': len(trial.times), 'skipped': 0, 'weights moved': 1.,
         'loss': 1., 'loss difference': 0., 'note': trial.reason} for name, trial in rounds.trials.items()}
-    changes = {name: (name == 'fp16', len(trial.call.changes)) for name, trial in rounds.trials.items()}
+    changes = {name: (name == 'fp16', len(trial.choice.changes)) for name, trial in rounds.trials.items()}
     chosen, _ = recommend(pd.DataFrame(rows).T.infer_objects(), (1., ''), changes)
     return found[chosen] / max(found.values()), seconds - left
 
@@ -197,7 +197,7 @@ def choose_row(name: str, device: torch.device, max_seconds: float) -> str:
     dls = DataLoaders(batches * 5, batches[:1], device=device)
     learn = Learner(dls, model, nn.functional.cross_entropy, opt_func=fused('AdamW'))
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()):
-        rows = rows_of(learn, [Call.from_own(learn, cls) for cls in native_precisions(learn)])
+        choices = to_compare(learn, [Choice.for_learner(learn, cls) for cls in native_precisions(learn)])
         start = time.perf_counter()
         plain = learn.model.state_dict()
         learn.to_amp(measure=True, max_seconds=max_seconds)
@@ -205,7 +205,8 @@ def choose_row(name: str, device: torch.device, max_seconds: float) -> str:
         fresh = timm.create_model(name, num_classes=10).to(device)
         fresh.load_state_dict(plain)
         learn = Learner(dls, fresh, nn.functional.cross_entropy, opt_func=fused('AdamW'))
-        found = compared(_All(learn, 'choose_row', math.inf, 16, 0), rows).table['speed-up']
+        with patch('fastxtend_amp.insight.compare.Rounds', _All):
+            found = Plan(learn, 'choose_row', math.inf, 16, 0).compare(choices).table['speed-up']
     speeds = '; '.join(f'{row} {speed:.2f}' for row, speed in found.items())
     return f'{chosen} | {found.idxmax()} | {found[chosen] / found.max():.2f} | {seconds:.0f} | {speeds}'
 

@@ -60,7 +60,8 @@ def _tuned(learn: Learner, mode: str) -> None:
     timed, batches.n = batches.n, TUNE_BATCHES
     _ours(learn, mode)
     found = learn.compare_precision(mode, n_seeds=0, max_seconds=TUNE_SECONDS)
-    rows = [name for name, row in found.rows.items() if row.precision.name == mode and not row.channels_last]
+    rows = [name for name, choice in found.choices.items()
+            if choice.precision.name == mode and not choice.channels_last]
     found.apply(learn, max(rows, key=lambda name: found.table['speed-up'][name]))
     batches.n = timed
 

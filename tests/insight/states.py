@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fastxtend_amp.insight.calls import own_precision
+from fastxtend_amp.insight.choices import own_precision
 from fastxtend_amp.precisions import Precision
 from helpers import OPTIMIZERS, At, Data, autocast_state, dataset, learner
 

@@ -16,7 +16,7 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp import is_depthwise, is_grouped
-from fastxtend_amp.insight.calls import Call, own_precision
+from fastxtend_amp.insight.choices import Choice, own_precision
 from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
 from fastxtend_amp.training.loop import precision_callback
@@ -94,7 +94,7 @@ def test_the_same_numbers_each_time_and_others_from_other_seeds():
 
 
 def test_few_kept_batches(monkeypatch):
-    monkeypatch.setattr('fastxtend_amp.insight.rounds._BYTES', 350)  # a batch is 4 * 7 * 4 = 112 bytes
+    monkeypatch.setattr('fastxtend_amp.insight.compare._BYTES', 350)  # a batch is 4 * 7 * 4 = 112 bytes
     r = learner().compare_precision('bf16', n_steps=8, n_seeds=0)
     plain = learner()
     plain.dls.train.n = 16
@@ -402,7 +402,7 @@ def test_what_is_chosen_and_printed(expected, capsys):
         learn = make(cbs=Costs(speeds, step=0.097))  # a round number would be on the edge of one more step
         assert learn.to_amp(measure=True) is learn
         decision, cb = learn.precision_decision, precision_callback(learn)
-        precision = decision.rows[decision.recommended].precision
+        precision = decision.choices[decision.recommended].precision
         assert cb is None and type(precision) is Precision or precision == cb.precision is not precision
         texts.append(f"# {name}: {', '.join(decision.table.index)}\n{capsys.readouterr().out}")
     assert '\n'.join(texts) == expected('measured_choice')
@@ -475,7 +475,7 @@ def test_the_learner_is_not_modified_but_for_its_precision():
 )
 def test_a_precision_has_the_arguments_of_the_learners_own_that_it_accepts(own, name, written):
     learn = own(learner())
-    call = Call.from_own(learn, find_precision(name))
+    call = Choice.for_learner(learn, find_precision(name))
     assert str(call) == written
     call.apply(learn)
     assert own_precision(learn) == call.precision
@@ -486,7 +486,7 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     scaled, before = learner().to_fp16(scaler=scaler), scaler.state_dict()
     assert scaled.compare_precision('fp16', n_steps=3).table['final scale']['fp16'] > 64
     assert scaler.state_dict() == before
-    of = Call.from_own
+    of = Choice.for_learner
     assert str(of(scaled, FP16, (), 4.0)) == 'learn.to_fp16(init_scale=4.0)'  # instead of the user's own scaler
     assert of(scaled, FP16, ['0']).precision.changed.keys() == {'scaler', 'fp32_modules'}
     assert str(of(learner().to_fp16(loss_scale=8.0), FP16, (), 4.0)) == 'learn.to_fp16(loss_scale=4.0)'

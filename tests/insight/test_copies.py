@@ -12,13 +12,15 @@ from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastxtend_amp.insight.calls import Call
-from fastxtend_amp.insight.copies import begin_fit, check_learner, copied_learner, loader_like
+from fastxtend_amp.insight.choices import Choice
+from fastxtend_amp.insight.copies import copied_learner, loader_like
+from fastxtend_amp.insight.requirements import check_learner
+from fastxtend_amp.insight.running import begin_fit
 from fastxtend_amp.precisions import FP16, Precision
 from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, set_support
 from states import ASK, InStep, bits, language_model, rich, shuffled
 
-FP32 = Call(Precision())
+FP32 = Choice(Precision())
 
 
 def train(learn, n=4, lr=None):
@@ -96,7 +98,7 @@ def test_the_learner_is_not_modified(make):
 def test_the_copy_trains_as_the_learner_would(opt):
     learn = learner(opt_func=OPTIMIZERS[opt]).to_fp16(init_scale=256.0)
     learn.fit(1, 0.01)
-    with copied_learner(learn, Call(FP16(init_scale=256.0)), optimizer=True) as copy:
+    with copied_learner(learn, Choice(FP16(init_scale=256.0)), optimizer=True) as copy:
         flags = [vars(getattr(o, 'opt', o)).keys() for o in (copy.opt, learn.opt)]
         assert flags[0] == flags[1]  # such as that of fused optimizers, which skip on the device
         train(copy, 6, 0.01)

@@ -7,7 +7,7 @@ from fastai.callback.core import CancelBatchException
 from torch import nn
 from torch.nn import functional as F
 
-from fastxtend_amp.insight.calls import Call
+from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.gradient import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
@@ -59,7 +59,7 @@ def by_hand(model, dls, dtype, n=6):
 
 
 def distance(learn, mode='bf16', keep=(), scale=1.0, n=6):
-    precision = Call.from_own(learn, find_precision(mode), keep, scale).precision
+    precision = Choice.for_learner(learn, find_precision(mode), keep, scale).precision
     return gradient_distance(learn, [*learn.dls.train][:n], precision).ratio
 
 
@@ -85,7 +85,7 @@ def test_batches_that_a_callback_cancels_do_not_count(first):
             raise CancelBatchException
 
     learn = learner(cbs=InStep('before_batch', cancel))
-    found = gradient_distance(learn, [*learn.dls.train], Call.from_own(learn, find_precision('bf16')).precision)
+    found = gradient_distance(learn, [*learn.dls.train], Choice.for_learner(learn, find_precision('bf16')).precision)
     assert found.n == 3 and found.ratio < 1
 
 

@@ -12,7 +12,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 
-from fastxtend_amp.insight.calls import Call
+from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.copies import copied_learner, note_of_left_out, runs_on_copy
 from fastxtend_amp.precisions import Precision
 from helpers import Attentive, learner, mlp, set_support
@@ -94,7 +94,7 @@ LEFT_OUT = [
 @pytest.mark.parametrize('cb', [*RUN, *LEFT_OUT], ids=lambda cb: type(cb).__name__)
 def test_who_runs_on_copy(cb):
     learn, own = learner(cbs=cb), type(cb).__module__.startswith('fastai.')
-    with copied_learner(learn, Call(Precision())) as copy:
+    with copied_learner(learn, Choice(Precision())) as copy:
         assert runs_on_copy(cb) == (cb.name in [c.name for c in copy.cbs]) == (cb in RUN)
     assert cb.name in ' '.join(note_of_left_out(learn)) or cb in RUN or own
 

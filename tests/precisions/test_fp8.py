@@ -8,7 +8,7 @@ from fastai.learner import load_learner
 from torch import nn
 
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.insight.sample import rounded_linear
+from fastxtend_amp.insight.running import rounded_linear
 from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp.training.loop import precision_callback

@@ -1,4 +1,4 @@
-"Calls that set a precision: their text and effect, the learner's arguments that they keep, and which are compared."
+"Choices of a precision: the call that makes each, the learner's arguments that it keeps, and which are compared."
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -19,21 +19,21 @@ from ..training.methods import OPTIONS
 
 
 @dataclass(frozen=True)
-class Call:
-    "A call that sets a precision, and possibly the memory format. `str` is its text, `apply` makes it."
+class Choice:
+    "A choice of a precision, and possibly of the memory format. `str` is the call that makes it, `apply` makes it."
     precision: Precision
     options: dict[str, Any] = field(default_factory=dict) # Of the precision callback
     channels_last: bool = False # Whether the format changes; otherwise it stays as it is
     layers: tuple[str, ...] = () # What a variant keeps in fp32, in words: ('depthwise in fp32',)
 
     @classmethod
-    def from_own(cls,
+    def for_learner(cls,
         learn: Learner, # Its precision callback has the arguments and options to keep
-        of: type[Precision], # What the call selects
+        of: type[Precision], # What is chosen
         fp32_modules: Iterable[str] = (), # Modules to keep in fp32 besides those of the learner
         init_scale: float | None = None, # First loss scale; the learner's own if None
-    ) -> Call:
-        """Return the call of a precision that keeps those of the learner's arguments that it has, with what is advised.
+    ) -> Choice:
+        """Return a choice that keeps those of the learner's arguments that the precision has, with what is advised.
 
         Modules are given by their names, which mean the same in a copy of the learner.
         """
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        "The changes that make a row a variant of its precision, in words."
+        "What makes it a variant of its precision, in words."
         return (*self.layers, 'channels last') if self.channels_last else self.layers
 
     @property
@@ -69,9 +69,9 @@ class Call:
 
     def apply(self,
         learn: Learner, # Outside a fit; its loss scale starts again
-        **options: Any # Of the precision callback, instead of those of the call
+        **options: Any # Of the precision callback, instead of its own
     ) -> None:
-        "Make the call."
+        "Make the call that `str` shows."
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
         if type(self.precision) is not Precision:
             set_precision(learn, MixedPrecision(self.precision, **self.options | options))
@@ -83,7 +83,7 @@ def own_precision(learn: Learner) -> Precision:
     return getattr(precision_callback(learn), 'precision', Precision())
 
 
-# -- the calls that are compared
+# -- what is compared
 
 def native_precisions(learn: Learner) -> list[type[Precision]]:
     "Return what the device runs natively without another package."
@@ -91,10 +91,10 @@ def native_precisions(learn: Learner) -> list[type[Precision]]:
     return [cls for cls in PRECISIONS.values() if not cls.package and cls.support(device).status == 'native']
 
 
-def rows_of(
+def to_compare(
     learn: Learner,
-    rows: Sequence[Call], # Besides fp32, in the learner's own format
-) -> dict[str, Call]: # By name, fp32 first
+    choices: Sequence[Choice], # Besides fp32, in the learner's own format
+) -> dict[str, Choice]: # By name, fp32 first
     """Return what to compare: each precision once, and variants of those that the device runs natively.
 
     The first 16-bit precision also keeps depthwise or grouped convolutions in fp32, where the model has some. Models
@@ -103,25 +103,25 @@ def rows_of(
     Source: github.com/NVIDIA/apex/issues/712, github.com/tensorflow/tensorflow/issues/41715.
     """
     model, device = learn.model, training_device(learn)
-    plain = {row.name: row for row in (Call(Precision()), *rows)}
-    native = [row for row in plain.values() if row.precision.support(device).status == 'native']
-    low = next((row for row in native if row.precision.dtype), None)
+    plain = [Choice(Precision()), *choices]
+    native = [choice for choice in plain if choice.precision.support(device).status == 'native']
+    low = next((choice for choice in native if choice.precision.dtype), None)
     with_layers = [*_with_layers(low, model)] if low else []
     has_2d = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
     formats = native + with_layers if has_2d and not _is_channels_last(learn) else []
-    variants = with_layers + [replace(row, channels_last=True) for row in formats]
-    return plain | {row.name: row for row in variants}
+    variants = with_layers + [replace(choice, channels_last=True) for choice in formats]
+    return {choice.name: choice for choice in plain + variants}
 
 
-def _with_layers(row, model):
+def _with_layers(choice, model):
     "Iterate over variants that also keep depthwise or grouped convolutions in fp32, if some are not yet."
-    p = row.precision
+    p = choice.precision
     in_fp32 = {m for kept in p.kept_in_fp32(model).values() for m in kept.modules()}
     for of_type in is_depthwise, is_grouped:
         if not any(map(of_type, {*model.modules()} - in_fp32)): continue
         keep = [*L(p.fp32_modules), of_type] if p.fp32_modules else of_type
         words = f"{of_type.__name__.removeprefix('is_')} in fp32"
-        yield replace(row, precision=p.like(fp32_modules=keep), layers=(words,))
+        yield replace(choice, precision=p.like(fp32_modules=keep), layers=(words,))
 
 
 def _is_channels_last(learn):

@@ -1,0 +1,48 @@
+"What a report or a comparison needs of a learner: finite fp32 weights, a batch, and no fit under way."
+import inspect
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from torch import nn
+
+from ..learners import is_sharded
+from .values import all_finite, readable_weights
+
+
+def check_learner(
+    learn: Learner,
+    method: str, # The method that was called, for messages
+    dl: Any = None, # Source of the batches; `learn.dls.train` if None
+) -> None:
+    "Raise a `RuntimeError` inside a fit; a `ValueError` without data, or if parameters are sharded, NaN or inf."
+    fit = inspect.unwrap(Learner.fit).__code__
+    frames = (f.frame for f in inspect.stack(0))
+    if any(f.f_code is fit and f.f_locals.get('self') is learn for f in frames):
+        raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
+    if not any(p.requires_grad for p in learn.model.parameters()):
+        raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
+                         'Call `learn.unfreeze()`, or `requires_grad_()` on a module, first.')
+    if double := [name for name, p in learn.model.named_parameters() if p.dtype is torch.float64]:
+        raise ValueError(f"{method} does not support float64: '{double[0]}' would stay in it, in autocast as well.\n"
+                         'Convert the model with `.float()`.')
+    if is_sharded(learn.model):
+        raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
+                         'Call it before `fully_shard`.')
+    if lost := lost_weights(learn.model):
+        raise ValueError(f'{method} cannot run this model: {lost}.\nLoad other weights, or create the model again.')
+    if dl is None and not getattr(learn.dls, 'loaders', True): raise no_batch(method)
+
+
+def no_batch(method: str, dl: Any = None) -> ValueError:
+    "Return the error of a method whose source has no batch."
+    return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "
+                      'none.\nA learner from `load_learner` has no data: set `learn.dls`. With `drop_last=True` the '
+                      'dataset may be smaller than a batch. An iterator can be used only once.')
+
+
+def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
+    "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
+    weights = readable_weights(model)
+    lost = [name for name, p in weights.items() if not all_finite(p)]
+    return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''

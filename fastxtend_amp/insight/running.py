@@ -1,0 +1,124 @@
+"Batches on a copy of a learner: the fit they are part of, and runs forward and backward in which no step is taken."
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from fastai.callback.core import (Callback, CancelBatchException, CancelEpochException, CancelFitException,
+                                  CancelTrainException)
+from fastai.learner import Learner
+from fastcore.basics import noop
+from torch.nn import functional as F
+
+from ..compat import without_modes
+from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
+from ..learners import newest_loss
+from ..precisions import Precision, find_precision
+from ..precisions.base import Rounding
+from ..precisions.matching import qualified_names
+from ..tensors import map_tensors
+from ..training.callback import MixedPrecision
+from .choices import Choice
+from .copies import copied_learner
+
+
+def begin_fit(
+    copy: Learner,
+    n_iter: int, # Batches in its epoch
+    lr: float | slice | None = None, # The learner's own if None
+) -> None:
+    "Begin a fit of one epoch as `Learner.fit` does, up to its first batch."
+    if not copy.opt: copy.create_opt()
+    if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
+    copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
+    copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
+    copy(['before_fit', 'before_epoch', 'before_train'])
+
+
+def run_batch(copy: Learner, i: int, batch: Any) -> None:
+    "Run a clone of a batch. A callback that ends a fit or an epoch early, which `fit` handles, ends the batch."
+    batch = map_tensors(torch.clone, batch)                      # CutMix and some models write into it
+    with suppress(CancelFitException, CancelEpochException, CancelTrainException): copy.one_batch(i, batch)
+
+
+def run_prepared(copy: Learner, i: int, batch: Any) -> None:
+    "Run a clone of the batch that the learner is in the middle of."
+    copy.xb, copy.yb = map_tensors(torch.clone, batch)           # which the model may write into
+    copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
+
+
+# -- a copy for runs without steps
+
+@contextmanager
+def running_copy(
+    learn: Learner, # Nothing in it changes
+    precision: Precision,
+    in_batch: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
+) -> Iterator[Learner]: # In training, its batches need a `BackwardOnly`
+    "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
+    # The precision of this dtype needs neither hardware nor other packages.
+    of_dtype = find_precision(precision.dtype or torch.float32)
+    scaling = {'init_scale': precision.first_scale} if of_dtype.scales_loss else {}
+    simulated = of_dtype(fp32_modules=precision.fp32_modules, **scaling)
+    with (copied_learner(learn, Choice(simulated)) as copy, torch.compiler.set_stance('force_eager'),
+          fp32_settings(FULL_PRECISION)):
+        modules = dict(qualified_names(copy.model))
+        for name, rounding in precision.rounding(copy.model).items():
+            vars(modules[name])['forward'] = partial(rounded_linear, rounding, modules[name])
+        copy.create_opt()                                        # callbacks may read it
+        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
+        if in_batch:                                             # callbacks have already prepared the batch
+            for cb in copy.cbs:
+                if not isinstance(cb, MixedPrecision): cb.before_batch = noop
+        else: begin_fit(copy, 1)
+        yield copy
+
+
+class BackwardOnly(Callback):
+    "Ends each batch with its backward pass: its gradients are read, and no step is taken."
+    order = 1000                                                 # after all others
+
+    def __init__(self,
+        read_gradients: Callable, # Called with the model; `gradients` is what it returned
+        read_loss: Callable = noop, # Called with the loss
+    ):
+        self.read_gradients, self.read_loss = read_gradients, read_loss
+
+    def before_batch(self):
+        vars(self.learn).pop('loss_grad', None)                  # of the batch before
+
+    def after_loss(self):
+        loss = newest_loss(self.learn)                           # without targets a callback may set it
+        if loss is not None: self.read_loss(loss)
+
+    def after_backward(self):
+        self.gradients = self.read_gradients(self.learn.model)
+        self.learn.model.zero_grad()
+        raise CancelBatchException
+
+
+# -- the rounding of a precision on a device without it
+
+def rounded_linear(
+    rounding: Rounding,
+    layer: Any, # A linear layer
+    input: torch.Tensor,
+) -> torch.Tensor:
+    """Return what the layer computes: in autocast its input, its weight and the gradient of the output are rounded.
+
+    Where autocast is off, FP8 is as well.
+    """
+    device_type = input.device.type
+    if not torch.is_autocast_enabled(device_type): return F.linear(input, layer.weight, layer.bias)
+    x = input.to(torch.get_autocast_dtype(device_type))
+    out = F.linear(_rounded_copy(rounding, x), _rounded_copy(rounding, layer.weight))
+    if out.requires_grad: out.register_hook(partial(_rounded_copy, rounding, is_gradient=True))
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+def _rounded_copy(rounding, t, is_gradient=False):
+    "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
+    copy = t.clone()
+    with without_modes(), torch.no_grad(): copy.copy_(rounding(t, is_gradient))
+    return copy
