@@ -39,15 +39,16 @@ class Choice:
         """
         if of is Precision: return cls(Precision())
         own, cb = own_precision(learn), precision_callback(learn)
-        new, given = own if type(own) is of else of(), dict[str, Any]()
-        for name, value in own.changed.items():
-            if name not in new.arguments: continue
-            given[name] = [*match_modules(learn.model, value, name)] if name.endswith('modules') else value
+        new = own if type(own) is of else of()
+        given = {name: value for name, value in own.changed.items() if name in new.arguments}
+        for name in given.keys() & of.module_arguments:
+            given[name] = [*match_modules(learn.model, given[name], name)]
         names = dict.fromkeys([*given.get('fp32_modules', ()), *fp32_modules])
         if names: given['fp32_modules'] = [*names]
-        if init_scale and 'init_scale' in new.arguments and 'enabled' not in given:
+        if init_scale and 'init_scale' in new.arguments:
             given['loss_scale' if 'loss_scale' in given else 'init_scale'] = init_scale
             if 'scaler' in given: given['scaler'] = None         # which has its own scale
+            if 'enabled' in given: given['enabled'] = True       # without scaling there is none
         options = {name: getattr(cb, name) for name, p in OPTIONS.items()
                    if cb and getattr(cb, name) != p.default}
         return cls(new.like(**given), options)

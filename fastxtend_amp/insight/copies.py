@@ -58,7 +58,8 @@ def copied_learner(
             deepcopy(choice).apply(new, on_overflow='ignore')
             yield new
         except Exception as e:
-            if (names := note_of_left_out(learn)) and hasattr(e, 'add_note'): e.add_note(*names)   # Python 3.11
+            for note in note_of_left_out(learn):
+                if hasattr(e, 'add_note'): e.add_note(note)      # Python 3.11
             raise
         finally:
             for p, grad in grads: p.grad = grad

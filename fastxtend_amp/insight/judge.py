@@ -127,10 +127,10 @@ class Judge:
 
     def _try_next(self, run, harmed):
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
-        is_backward = run.not_finite == 'gradient' and not (harmed or run.error)
-        if is_backward and self.kind.scales_loss and self._lower_scale(run): return True
-        new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), is_backward)
-        if new and is_backward: self.scale = self.present_scale    # it was not the scale that failed
+        only_gradients = run.not_finite == 'gradient' and not (harmed or run.error)
+        if only_gradients and self.kind.scales_loss and self._lower_scale(run): return True
+        new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), only_gradients)
+        if new and only_gradients: self.scale = self.present_scale    # it was not the scale that failed
         self._keep(new)
         return bool(new)
 
@@ -158,7 +158,7 @@ class Judge:
         computing = [n for n, m in run.modules.items() if m.largest or n not in around]
         return self._can_be_kept(reversed(computing), run)
 
-    def _found_by_trial(self, run, name, is_backward):
+    def _found_by_trial(self, run, name, only_gradients):
         """Return modules that help in fp32 if the flagged one cannot be kept there, or if none is flagged.
 
         Autocast cannot be turned off for the model's own `forward` or the loss function, but both compute in fp32 on
@@ -167,10 +167,10 @@ class Judge:
         """
         def helps(names):
             trial = self._run([*self.keep, *names])
-            if trial.error or trial.not_finite == 'loss' or (trial.not_finite and is_backward): return False
+            if trial.error or trial.not_finite == 'loss' or (trial.not_finite and only_gradients): return False
             return name not in harm(trial, self.modules)
 
-        names = smallest(self._can_be_tried(run), helps)
+        names = few_that_help(self._can_be_tried(run), helps)
         if not names: return []
         helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
         if name: self.reasons[name] += helped
@@ -228,7 +228,7 @@ class Judge:
         "Keep modules that in fp32 bring the mean gradient near to that in fp32; return whether there are some."
         def helps(names): return self._distance([*self.keep, *names], init_scale).ratio < _NEAR
         tried = self._can_be_tried(run)
-        names = smallest(tried, helps)
+        names = few_that_help(tried, helps)
         words = some(map(named, names)) or 'no module that was tried'
         if len(names) > 1 and names == tried: names, words = [], 'only all modules'
         self.found.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some such '
@@ -238,9 +238,9 @@ class Judge:
         return bool(names)
 
 
-def smallest(names: list[str], helps: Callable) -> list[str]:
-    "Return few of `names` that still help, by bisection; [] if none do."
+def few_that_help(names: list[str], helps: Callable) -> list[str]:
+    "Return few of `names` that help together, found by bisection; [] if all do not."
     if not names or not helps(names): return []
     if len(names) == 1: return names
     half = len(names) // 2
-    return smallest(names[:half], helps) or smallest(names[half:], helps) or names
+    return few_that_help(names[:half], helps) or few_that_help(names[half:], helps) or names

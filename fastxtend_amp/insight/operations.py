@@ -119,7 +119,9 @@ class RunningModule:
         for observe in OBSERVERS: observe(self, op)
         # Where the reference has only 0, or did not run the module, any rounding would be an error of 100%.
         has_no_error = op.is_exact or not self.record.reference.largest
-        for out, fp32 in op.results: self.twins.forget(out) if has_no_error else self.twins.keep(out, fp32)
+        for out, fp32 in op.results:
+            if has_no_error: self.twins.forget(out)
+            else: self.twins.keep(out, fp32)
         return op.out
 
     def _twin(self, op):
@@ -134,6 +136,7 @@ class RunningModule:
         if not self.precision.dtype: return
         t = t.detach()
         error = relative_error(t, self.twins.fp32(t))
-        # Where fp32 itself would lose a tenth of the value, an error is noise.
-        if error * _FP32_NOISE < .1 * torch.finfo(self.precision.dtype).eps:
-            if not error <= self.record.error: self.record.error = error         # which is nan at first
+        # Of the same arithmetic, fp32 makes an error of about this.
+        in_fp32 = error / torch.finfo(self.precision.dtype).eps * _FP32_NOISE
+        if not in_fp32 < .1: return                              # unknown, or noise in fp32 as well
+        if not error <= self.record.error: self.record.error = error     # which is nan at first

@@ -42,8 +42,8 @@ class Speed(NamedTuple):
         logs = np.log(ratios or [math.nan])
         q1, mid, q3 = np.exp(np.quantile(logs, (.25, .5, .75)))
         if n < FEWEST_ROUNDS: return cls(mid)
-        times = (q3 / q1) ** (_WIDTH / math.sqrt(n))
-        return cls(mid, mid / times, mid * times)
+        factor = (q3 / q1) ** (_WIDTH / math.sqrt(n))
+        return cls(mid, mid / factor, mid * factor)
 
     @property
     def pays(self) -> bool: return self.low > WORTH

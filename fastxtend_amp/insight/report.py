@@ -18,24 +18,23 @@ from ..messages import check_above_0, check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
 from .choices import Choice, own_precision
-from .copies import loader_like, note_of_left_out
-from .display import progress_bar, some
-from .evidence import equal_numbers, not_fp32, table_of
+from .copies import loader_like
+from .display import progress_bar
+from .evidence import table_of
 from .gradient import N_BATCHES
 from .judge import Judge, OutOfTime
 from .operations import named
 from .random_states import random_state_kept
+from .report_notes import notes
 from .report_result import PrecisionReport, Verdict
 from .requirements import check_learner, no_batch
 from .sample import Sample
-from .values import largest_value, n_items, readable, tensors
+from .values import n_items
 
 # Work of the fp32 run, about a second; emulated precisions, in which it may take a minute, get fewer samples.
 EMULATED_WORK = 5e9
 # Words of PyTorch's error where a CPU has no kernel but CUDA may have one. (No device has an FFT in bf16.)
 _NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
-_LARGE_INPUT = 1e3     # a note names larger ones if a module is flagged
-_DETERMINISTIC = 1e-3  # relative difference of two losses; that of most models on a GPU is smaller
 
 
 @patch
@@ -111,7 +110,8 @@ class _Reporter:
         self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
         if not self.sample.wrong: self._advise_another()
         table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
-        return PrecisionReport(table, self.verdicts, [*self._notes()])
+        found = [*notes(self.learn, self.sample, self.judges, self.verdicts, self.simulated)]
+        return PrecisionReport(table, self.verdicts, found)
 
     @cached_property
     def small_sample(self) -> Sample: # `sample` if that is little work, or if the model needs whole batches
@@ -149,67 +149,3 @@ class _Reporter:
         works = (v.next for v in verdicts if isinstance(v.next, Choice) and not v.is_emulated)
         other = next(works, Choice(Precision()))
         for verdict in verdicts: verdict.next = verdict.next or other
-
-    # -- notes
-
-    def _notes(self):
-        "Give notes on what else was seen, what was looked at, and what was not."
-        reference, judges = self.sample.reference, self.judges.items()
-        inputs = (t for batch in self.sample.batches for t in readable(tensors(batch)[:-1]))
-        largest = max(map(largest_value, inputs), default=0.)
-        if largest > _LARGE_INPUT and any(v.flagged for v in self.verdicts.values()):
-            yield f'The inputs reach {largest:,.3g}. Normalize them first.'
-        yield from self._digits()
-        for name, judge in judges:
-            if not self.verdicts[name].is_safe: continue
-            if equal := equal_numbers(judge.runs[-1]):
-                yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
-        if (own := not_fp32(reference)) and not self.sample.wrong: yield f'The reference is not fp32: {own}.'
-        if reference.unreadable:
-            yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
-                   f'{some(map(named, reference.unreadable))}.')
-        for name, judge in judges:
-            if not judge.first_run: continue                     # this precision cannot run
-            products = [m for m in judge.runs[-1].modules.values() if m.has_product]
-            if self.verdicts[name].modules and not any(m.is_half for m in products):
-                yield f'{name}: no product of matrices is left in {name}, so fp32 is as fast.'
-            if layers := judge.first_run.precision.rounding(self.learn.model):
-                yield (f'{name}: the rounding of {some(map(named, layers))} was simulated; no {name.upper()} kernel '
-                       'was run.')
-        distances = {name: judge.distance for name, judge in judges if judge.distance}
-        yield from self._looked_at(max((distance.n for distance in distances.values()), default=0))
-        for name, distance in distances.items():
-            if n := len(distance.lost):
-                yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules '
-                       'were judged on one of these batches as well.')
-        losses = next((distance.losses[:1] for distance in distances.values()), [])
-        for loss, again in zip(reference.losses, losses):
-            if abs(loss - again) > _DETERMINISTIC * abs(loss):
-                yield (f'The model is not deterministic: two runs of one batch in fp32 have losses of {loss:.4g} and '
-                       f'{again:.4g}. All figures here include such differences.')
-        if self.simulated:
-            yield ("Computed on this CPU with CUDA's autocast rules, which a fit on it does not follow. GPU kernels "
-                   'were not run; they may round differently or be missing.')
-            if 'bf16' in self.verdicts:
-                yield 'A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, or use fp32.'
-        errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]
-        if errors: yield f'Not all gradients were compared with fp32: {errors[-1]}.'
-        yield from note_of_left_out(self.learn)
-
-    def _digits(self):
-        "Give a note on how far predictions are from those in fp32. Those of a small sample say little."
-        errors = {name: v.error for name, v in self.verdicts.items()
-                  if v.error >= 0 and not self.judges[name].sample.is_small}
-        nearest = f'; {min(errors, key=errors.get)} is nearer' if len({*errors.values()}) > 1 else ''
-        by = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())
-        if errors: yield f'Predictions differ from those in fp32 by {by}{nearest}.'
-
-    def _looked_at(self, n_gradients):
-        n = len(self.sample.batches)
-        batches = '1 batch' if n == 1 else f'{n:,} batches'
-        gradients = f' for the modules and {n_gradients} for the gradient' if n_gradients else ''
-        yield (f'Looked at {batches}{gradients}, of {n_items(self.drawn[0]):,} samples each. Other batches '
-               '(`n_batches`) and later weights may flag other modules.')
-        for name in (name for name, judge in self.judges.items() if judge.sample.is_small):
-            yield (f'{name}: looked at only {n_items(self.small_sample.batches[0]):,} of these samples, and at neither '
-                   'gradients nor loss scales, as this device emulates it.')

@@ -89,6 +89,7 @@ class Precision:
     arguments: dict[str, Any] # Of its constructor, by name, defaults included
     first_scale = 1. # Loss scale to start from
     fp32_modules: Any = None # As given
+    module_arguments: ClassVar[tuple[str, ...]] = ('fp32_modules',) # Those that name modules
     scales_loss: ClassVar[bool] = False # Whether gradients underflow without loss scaling
     flat_master = False # Whether the optimizer steps on a few large tensors
     skip_nonfinite = False # Without loss scaling: whether to skip steps whose gradients are not finite

@@ -63,6 +63,7 @@ class FP8(BF16):
     """
     name, color, automatic, package = 'fp8', '#8f4a9e', False, 'torchao'
     sides, forward = 16, Fp8Forward
+    module_arguments = 'fp32_modules', 'modules'
 
     def __init__(self, *,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates

@@ -490,6 +490,7 @@ def test_the_advised_loss_scale_replaces_that_of_the_learner():
     assert str(of(scaled, FP16, (), 4.0)) == 'learn.to_fp16(init_scale=4.0)'  # instead of the user's own scaler
     assert of(scaled, FP16, ['0']).precision.changed.keys() == {'scaler', 'fp32_modules'}
     assert str(of(learner().to_fp16(loss_scale=8.0), FP16, (), 4.0)) == 'learn.to_fp16(loss_scale=4.0)'
+    assert str(of(learner().to_fp16(enabled=False), FP16, (), 4.0)) == 'learn.to_fp16(init_scale=4.0)'
 
 
 def test_a_report_on_bf16_weights_sees_their_rounding():
