@@ -12,7 +12,7 @@ from ..training.loop import precision_callback
 from .choices import Choice
 from .evidence import not_finite_data
 from .judge import Judge
-from .operations import named
+from .observers import named
 from .random_states import RandomState
 from .requirements import lost_weights
 from .sample import Sample

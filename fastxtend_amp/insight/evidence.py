@@ -12,7 +12,7 @@ from torch import nn
 
 from ..precisions.matching import covers
 from .display import some
-from .operations import named
+from .observers import named
 from .recording import Recording
 from .report_result import Verdict
 from .values import n_nan_or_inf, readable, relative_error
@@ -81,15 +81,15 @@ def _fault(m, precision):
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * CLOSE > limit and not covers(precision.fp32_modules or (), m.name)
-    constant, became, operator, line = m.lost or ('',) * 4
-    lost = m.lost and f'{constant:.9g} is {became:g} in {name} (`{operator}`, {line})'
+    lost = m.lost and f'{m.lost.constant:.9g} is {m.lost.became:g} in {name} (`{m.lost.operator}`, {m.lost.line})'
     if m.failed and size <= limit:
         return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {lost}' if lost else '')
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
         what = 'inputs of' if m.is_of_input else 'values in'
         return f"{what} {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
-    if lost and abs(became) < 2: return f'{lost}, so it does not keep values in {where} away from {became:g}'
+    if lost and abs(m.lost.became) < 2:
+        return f'{lost}, so it does not keep values in {where} away from {m.lost.became:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 

@@ -12,7 +12,7 @@ from .choices import Choice
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
-from .operations import named
+from .observers import named
 from .recording import Recording
 from .report_result import Verdict
 from .sample import Sample

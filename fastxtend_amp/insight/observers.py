@@ -1,4 +1,4 @@
-"""Observers of the recorder: each sees the operators of a module, and notes one thing in its record.
+"""The record of a module, and the observers that fill it: each sees the module's operators, and notes one thing.
 
 An observer gets the running module and an operator that ran. None reads what another one notes.
 """
@@ -6,12 +6,17 @@ import math
 from contextlib import suppress
 from itertools import takewhile
 from traceback import walk_stack
+from typing import Any, NamedTuple
 
 import torch
 
 from ..messages import users_line
+from ..precisions.matching import ROOT
 from ..tensors import FP16_NORMAL, HALF
 from .values import as_dtype, is_plain, largest_value, n_nan_or_inf, tensors
+
+LOSS = 'loss function'      # its name among the modules; includes callbacks after the forward pass
+BACKWARD = 'backward pass'  # where an error comes from, after the loss
 
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 # Operators that only copy values, which are noted where they were computed.
@@ -20,6 +25,59 @@ _COPIES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
 _NEEDED_BY = {1: ('clamp',), 0: ('add', 'clamp'), math.inf: ('mul', 'where')}
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators that may cast whole numbers
 
+
+# -- the record
+
+class Lost(NamedTuple):
+    "A constant that 16 bits do not have."
+    constant: float
+    became: float                                                # 0, 1, -1 or infinite
+    operator: str
+    line: str                                                    # 'norm.py:33'
+
+
+class ModuleRecord:
+    "The record of one module: of its own operators, not those of modules inside; over all calls and batches."
+    error = math.nan                                             # largest relative error of its own arithmetic
+    # Work, the same on each machine.
+    work = 0
+    # Sizes.
+    largest = 0.                                                 # absolute finite result, in fp32 if that is known
+    largest_half = 0.                                            # the same of 16-bit results only
+    is_of_input = False                                          # whether the largest is an input, cast to 16 bits
+    is_half = False                                              # whether it has 16-bit results
+    # NaN and inf.
+    failed = False                                               # whether they first appear in it
+    is_after = False                                             # whether they came in
+    # Products of matrices.
+    has_product = False
+    half_line = ''                                               # 'net.py:33', of one in 16 bits in the fp32 run
+    undone_line = ''                                             # the same of one whose `.float()` autocast undoes
+    # Whole numbers.
+    merged = ''                                                  # two that become equal in it
+    shows_merged = False                                         # whether its results depend on such numbers
+    lost: Lost | None = None                                     # a constant that results need
+    # Gradients of outputs and parameters.
+    grad = 0.                                                    # largest absolute one
+    grad_sum = 0.                                                # sum of their absolute values
+    n_grads = 0                                                  # how many are finite and not 0
+    n_zeros = 0                                                  # how many are 0
+
+    def __init__(self,
+        name: str, # Of the module
+        type: str, # Of the module
+        reference: Any = None, # Its record in the fp32 run; empty without one
+    ):
+        self.name, self.type, self.reference = name, type, reference
+
+
+def named(name: str) -> str:
+    "Return the name of a module, or of what else failed, for a message."
+    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
+    return name if name.startswith('callback `') else own.get(name, f"'{name}'")
+
+
+# -- sizes, NaN and products
 
 def work(running, op):
     "Note the work: floating-point operations of products, and numbers that are written."
@@ -109,7 +167,7 @@ def constants(running, op):
             # A constant that becomes 0 matters beside values below the normal numbers of fp16.
             width = max(1.01 * abs(constant - limit), FP16_NORMAL)
             is_near = out == limit if math.isinf(limit) else (fp32 - limit).abs() < width
-            if is_near.any(): running.record.lost = constant, limit, op.name, _line()
+            if is_near.any(): running.record.lost = Lost(constant, limit, op.name, _line())
 
 
 def _constant(x): # 0 for what is none

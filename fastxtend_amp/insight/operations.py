@@ -6,7 +6,6 @@ error of a module is that of its own arithmetic, measured on its outputs and on 
 
 Each operator is then shown to the observers, each of which looks for one thing and writes it into the record.
 """
-import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,55 +14,12 @@ import torch
 
 from ..compat import traits_of
 from ..precisions import Precision
-from ..precisions.matching import ROOT
 from ..tensors import HALF, map_tensors
-from .observers import OBSERVERS
+from .observers import OBSERVERS, ModuleRecord
 from .values import Followed, Twins, all_finite, readable, relative_error, tensors
-
-LOSS = 'loss function'      # its name among the modules; includes callbacks after the forward pass
-BACKWARD = 'backward pass'  # where an error comes from, after the loss
 
 _FP32_NOISE = 2.**-23   # relative rounding of fp32
 _COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'      # their second result is the sum of the samples' weights
-
-
-@dataclass
-class ModuleRecord:
-    "The record of one module: of its own operators, not those of modules inside; over all calls and batches."
-    name: str
-    type: str
-    reference: Any = None                                        # its record in the fp32 run; empty without one
-    error = math.nan                                             # largest relative error of its own arithmetic
-    # Work, the same on each machine.
-    work = 0
-    # Sizes.
-    largest = 0.                                                 # absolute finite result, in fp32 if that is known
-    largest_half = 0.                                            # the same of 16-bit results only
-    is_of_input = False                                          # whether the largest is an input, cast to 16 bits
-    is_half = False                                              # whether it has 16-bit results
-    # NaN and inf.
-    failed = False                                               # whether they first appear in it
-    is_after = False                                             # whether they came in
-    # Products of matrices.
-    has_product = False
-    half_line = ''                                               # 'net.py:33', of one in 16 bits in the fp32 run
-    undone_line = ''                                             # the same of one whose `.float()` autocast undoes
-    # Whole numbers.
-    merged = ''                                                  # two that become equal in it
-    shows_merged = False                                         # whether its results depend on such numbers
-    # A constant that becomes 0 or 1, and that results need: what it becomes, its operator and line.
-    lost = ()
-    # Gradients of outputs and parameters.
-    grad = 0.                                                    # largest absolute one
-    grad_sum = 0.                                                # sum of their absolute values
-    n_grads = 0                                                  # how many are finite and not 0
-    n_zeros = 0                                                  # how many are 0
-
-
-def named(name: str) -> str:
-    "Return the name of a module, or of what else failed, for a message."
-    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
-    return name if name.startswith('callback `') else own.get(name, f"'{name}'")
 
 
 class Operation:

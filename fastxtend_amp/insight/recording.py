@@ -14,7 +14,8 @@ from torch import nn
 from ..compat import TorchDispatchMode, in_function_transform, without_modes
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .operations import BACKWARD, LOSS, ModuleRecord, Operation, RunningModule
+from .observers import BACKWARD, LOSS, ModuleRecord
+from .operations import Operation, RunningModule
 from .values import all_finite, is_plain, readable
 
 

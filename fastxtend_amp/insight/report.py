@@ -23,7 +23,7 @@ from .display import progress_bar
 from .evidence import table_of
 from .gradient import N_BATCHES
 from .judge import Judge, OutOfTime
-from .operations import named
+from .observers import named
 from .random_states import random_state_kept
 from .report_notes import notes
 from .report_result import PrecisionReport, Verdict

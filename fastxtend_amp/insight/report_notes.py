@@ -7,7 +7,7 @@ from .copies import note_of_left_out
 from .display import some
 from .evidence import equal_numbers, not_fp32
 from .judge import Judge
-from .operations import named
+from .observers import named
 from .report_result import Verdict
 from .sample import Sample
 from .values import largest_value, n_items, readable, tensors

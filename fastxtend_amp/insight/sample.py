@@ -12,7 +12,7 @@ from ..precisions import Precision
 from ..precisions.matching import ROOT
 from ..tensors import map_tensors
 from .evidence import wrong_in_reference
-from .operations import LOSS
+from .observers import LOSS
 from .random_states import RandomState, set_random_state
 from .recording import Recording
 from .running import BackwardOnly, run_batch, run_prepared, running_copy
