@@ -71,12 +71,12 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(m, COMPILED_NAME) or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 
-def is_compiled_function(x: Any) -> bool:
-    """Return whether `x` is what `torch.compile(function)` returns.
+def uncompiled(function: Any) -> Any:
+    """Return the function inside `torch.compile(function)`; any other as is.
 
     Relies on `_torchdynamo_orig_callable` (seen in 2.9 to 2.15). Without it such a model cannot be examined on a copy.
     """
-    return hasattr(x, '_torchdynamo_orig_callable')
+    return getattr(function, '_torchdynamo_orig_callable', function)
 
 
 # Makes a context in which tensors of subclasses are plain ones: reading one of fastai's class takes ten times

@@ -16,7 +16,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import COMPILED_NAME, is_compiled_function
+from ..compat import COMPILED_NAME, uncompiled
 from ..devices.facts import autocast_available
 from ..learners import inner_optimizer, training_device
 from ..messages import first_line, is_users, package_of
@@ -101,22 +101,29 @@ def _copy(learn, optimizer):
             if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
     for m in new.model.modules():
         if hasattr(m, COMPILED_NAME): continue                   # a compiled module knows how to be copied
-        forward = vars(m).get('forward')
-        if is_compiled_function(forward): del vars(m)['forward'] # it would run the original
-        elif forward: vars(m)['forward'] = _copied(forward, memo)
+        for name, method in [*vars(m).items()]:                  # a compiled one would run the original
+            if isinstance(method, FunctionType): vars(m)[name] = _copied(uncompiled(method), memo)
         # One that waits for no other process.
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
 
 
 def _copied(x, memo):
-    "Deep-copy `x`. Of a function, which may replace a method, copy what its closure refers to as well."
-    if not (isinstance(x, FunctionType) and x.__closure__): return deepcopy(x, memo)
+    """Deep-copy `x`. Of a function, which may replace a method, copy the model in its closure as well.
+
+    Anything else in a closure is shared, as hooks and callbacks may refer to it, too.
+    """
+    if not isinstance(x, FunctionType) or not x.__closure__ or uncompiled(x) is not x: return deepcopy(x, memo)
     if id(x) in memo: return memo[id(x)]                         # it may refer to itself
     cells = tuple(CellType() for _ in x.__closure__)
     new = memo[id(x)] = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
     new.__kwdefaults__ = x.__kwdefaults__
-    for cell, old in zip(cells, x.__closure__): cell.cell_contents = _copied(old.cell_contents, memo)
+    vars(new).update(vars(x))
+    for cell, old in zip(cells, x.__closure__):
+        if old == CellType(): continue                           # it is empty
+        value = old.cell_contents
+        of = getattr(value, '__self__', value)                   # of a method
+        cell.cell_contents = _copied(value, memo) if isinstance(of, (nn.Module, Learner, FunctionType)) else value
     return new
 
 

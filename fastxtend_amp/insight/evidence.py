@@ -12,7 +12,7 @@ from torch import nn
 
 from ..precisions.matching import covers
 from .display import some
-from .observers import named
+from .observers import LOSS, named
 from .recording import Recording
 from .report_result import Verdict
 from .values import n_nan_or_inf, readable, relative_error
@@ -91,6 +91,7 @@ def _fault(m, precision):
     if lost and abs(m.lost.became) < 2:
         return f'{lost}, so it does not keep values in {where} away from {m.lost.became:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
+    if m.name == LOSS: return ''                                 # what an error in it does, the gradient shows
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from fastai.learner import Learner
 
+from ..messages import first_line
 from ..precisions import Precision
 from .random_states import random_state, set_random_state
 from .running import BackwardOnly, run_batch, running_copy
@@ -23,6 +24,7 @@ class GradientDistance:
     lost: list = field(default_factory=list)                     # batches whose gradients are finite only in fp32
     losses: list[float] = field(default_factory=list)            # in fp32
     error: str = ''                                              # why it is unknown
+    fails: str = ''                                              # the error of the precision, if there is one
 
 
 def _gradient(model):
@@ -64,9 +66,14 @@ def gradient_distance(
             for i, batch in enumerate(batches):
                 state = random_state()
                 g.gradients = h.gradients = None                 # a callback may cancel the batch
-                for copy in reference, low:
-                    set_random_state(state)
-                    run_batch(copy, i, batch)
+                set_random_state(state)
+                run_batch(reference, i, batch)
+                set_random_state(state)
+                try: run_batch(low, i, batch)
+                except torch.OutOfMemoryError: raise
+                except Exception as e:                           # a recording has run this operator in fp32
+                    distance.fails = first_line(e)
+                    return distance
                 if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
                 if not all_finite(h.gradients):
                     distance.lost.append(batch)

@@ -12,7 +12,7 @@ from .choices import Choice
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
-from .observers import named
+from .observers import LOSS, named
 from .recording import Recording
 from .report_result import Verdict
 from .sample import Sample
@@ -89,6 +89,9 @@ class Judge:
                 return self._nothing_helps(run)
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
+            if distance.fails:
+                self.found = [f'the model does not run in {self.kind.name}: {distance.fails}']
+                return self._verdict('cannot run')
             ratio = distance.ratio                               # nan if it is unknown
             if ratio == math.inf: self.found.append('gradients of some batches are finite only in fp32')
             elif ratio >= 0:
@@ -111,7 +114,7 @@ class Judge:
         "Say why modules are flagged, why the run failed, or that all is well."
         if self.reasons: return some(dict.fromkeys(self.reasons.values()), '; ')
         if run.error or run.not_finite: return run.error or _NOT_FINITE
-        errors = [m.error for m in run.modules.values() if m.error > 0]
+        errors = [m.error for m in run.modules.values() if m.error > 0 and m.name != LOSS]
         return f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
 
     @property

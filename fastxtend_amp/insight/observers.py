@@ -172,7 +172,8 @@ def constants(running, op):
 
 def _constant(x): # 0 for what is none
     if type(x) in (int, float): return x
-    is_constant = torch.is_tensor(x) and not x.ndim and not x.requires_grad      # PyTorch makes one of a number
+    # PyTorch makes a tensor of a number.
+    is_constant = torch.is_tensor(x) and not (x.ndim or x.requires_grad or x.is_complex())
     return float(f'{float(x):.7g}') if is_constant else 0
 
 

@@ -101,8 +101,9 @@ class Recording(TorchDispatchMode):
             if is_failing and self.failed_in in (LOSS, BACKWARD): self.failed_in = name
             outputs = [] if in_function_transform() else readable(output)
             for out in outputs:
-                # Of a scalar, as the loss of a model that returns it, the gradient is the loss scale itself.
-                if out.requires_grad and out.dim(): out.register_hook(partial(self._record_gradient, ended.record))
+                # The gradient of a single number, as of the loss that a model returns, is the loss scale itself.
+                if not out.requires_grad or out.numel() == 1: continue
+                out.register_hook(partial(self._record_gradient, ended.record))
             if self.in_backward: return                          # a checkpoint; its first run was recorded
             self.modules[name] = self.modules.pop(name)          # after the modules inside
             for out in outputs: ended.compare(out)

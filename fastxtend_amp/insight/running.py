@@ -22,6 +22,8 @@ from ..training.callback import MixedPrecision
 from .choices import Choice
 from .copies import copied_learner
 
+_ENDS = CancelFitException, CancelEpochException, CancelTrainException   # exceptions that end a fit, or a part of it
+
 
 def begin_fit(
     copy: Learner,
@@ -33,13 +35,14 @@ def begin_fit(
     if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
     copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
-    copy(['before_fit', 'before_epoch', 'before_train'])
+    try: copy(['before_fit', 'before_epoch', 'before_train'])
+    except _ENDS as e: raise ValueError(f'A callback ends the fit before its first batch ({type(e).__name__}).') from e
 
 
 def run_batch(copy: Learner, i: int, batch: Any) -> None:
     "Run a clone of a batch. A callback that ends a fit or an epoch early, which `fit` handles, ends the batch."
     batch = map_tensors(torch.clone, batch)                      # CutMix and some models write into it
-    with suppress(CancelFitException, CancelEpochException, CancelTrainException): copy.one_batch(i, batch)
+    with suppress(*_ENDS): copy.one_batch(i, batch)
 
 
 def run_prepared(copy: Learner, i: int, batch: Any) -> None:

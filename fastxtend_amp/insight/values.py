@@ -56,8 +56,8 @@ def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
 
 def all_finite(t: torch.Tensor) -> bool:
     "Return whether no value is NaN or inf."
-    if t.is_complex(): t = torch.view_as_real(t)
-    if not t.numel(): return True
+    if t.is_complex(): t = torch.view_as_real(t.resolve_conj())
+    if not t.numel() or not t.is_floating_point(): return True
     ends = torch.stack(torch.aminmax(t))                         # faster than to look at each value
     return bool(ends.isfinite().all())
 

@@ -39,7 +39,7 @@ def small_loss(pred, target):
 
 class ReturnsLoss(nn.Linear):
     def forward(self, input, labels):
-        return {'loss': small_loss(super().forward(input), labels)}
+        return {'loss': small_loss(super().forward(input), labels)[None]}  # of shape (1,), as with nn.DataParallel
 
 
 def test_a_model_that_returns_its_loss_has_the_loss_scales_that_it_has_with_a_loss_function():

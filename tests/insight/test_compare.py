@@ -149,6 +149,16 @@ def test_a_loader_that_can_be_iterated_once():
 # -- errors
 
 
+def with_phase(value):
+    model = linear()
+    model.phase = nn.Parameter(torch.tensor([value]))
+    return model
+
+
+def ends(l):
+    raise CancelFitException
+
+
 def out_of_memory(l):
     if precision_callback(l):
         raise torch.OutOfMemoryError('all copies are in memory at once')
@@ -175,6 +185,8 @@ ERRORS = {
     'frozen': lambda: learner(mlp().requires_grad_(False)).compare_precision(),
     'lazy': lambda: learner(nn.LazyLinear(1)).compare_precision(),
     'NaN': lambda: learner(linear().apply(lambda m: m.weight.data.fill_(NAN))).to_amp(measure=True),
+    'complex NaN': lambda: learner(with_phase(complex(NAN, 0))).precision_report(),
+    'a fit that ends before it begins': lambda: learner(cbs=InStep('before_fit', ends)).precision_report(),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
     'fp32 fails': lambda: learner(nn.Linear(5, 1)).compare_precision(LOW),  # the data has six columns
     'memory of a copy': lambda: learner(nn.Sequential(linear(), Huge())).precision_report(),

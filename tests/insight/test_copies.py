@@ -1,6 +1,8 @@
 "A copied learner trains without a trace in the learner, and errors name what cannot be copied."
 
 import gc, random, threading, warnings, weakref
+from functools import partial
+from types import MethodType
 
 import pytest, torch
 from fastai.callback.core import Callback
@@ -65,16 +67,56 @@ def with_loss_of_own_weights():
     return learner(model, loss_func=loss)
 
 
+def closure(m):
+    "With a lock, which cannot be copied, and a cell that is empty as long as nobody else has patched it."
+    forward, lock = m.forward, threading.Lock()
+    patched = lambda x: forward(x) if lock else patched_again(x)
+    if not lock:
+        patched_again = patched
+    return patched
+
+
+def method(m):
+    return MethodType(lambda self, x: type(self).forward(self, x), m)
+
+
+def compiled(f):
+    return torch.compile(f, backend='eager')
+
+
+PATCHES = [closure, method, lambda m: partial(type(m).forward, m), lambda m: compiled(m.forward)]
+PATCHES += [lambda m: compiled(closure(m)), lambda m: compiled(method(m))]
+
+
 def with_patched_methods():
-    "Closures, and a compiled function, in the place of methods."
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    "BatchNorm's statistics show who runs."
+    model = nn.Sequential(nn.Linear(6, 4), *(nn.BatchNorm1d(4) for _ in PATCHES), nn.Linear(4, 1))
     learn = learner(model, dls=shuffled())
     learn.fit(1)
-    forward, step = model[1].forward, learn._step
-    model[1].forward, learn._step = lambda x: forward(x), lambda: step()
-    model[2].forward = torch.compile(model[2].forward, backend='eager')
-    model.train()  # so that BatchNorm's statistics show who runs
+    for m, patch in zip(model[1:], PATCHES):
+        m.forward = patch(m)
+    step = learn._step
+    learn._step = lambda: step()
+    model.train()
     return learn
+
+
+def test_a_patched_forward_computes_with_the_weights_of_the_copy():
+    learn = with_patched_methods()
+    before = params(learn)
+    with copied_learner(learn, FP32) as copy:
+        train(copy)
+        assert not any(torch.equal(a, b) for a, b in zip(params(copy), before))
+        assert all(m.num_batches_tracked == 10 for m in copy.model if isinstance(m, nn.BatchNorm1d))
+
+
+def test_what_a_loss_function_shares_with_a_hook_is_shared_by_the_copies():
+    features = {}
+    model = mlp()
+    model[0].register_forward_hook(lambda m, args, out: features.update(h=out))
+    loss = lambda p, y: (p - y).square().mean() + features['h'].float().square().mean()
+    report = learner(model, loss_func=loss).precision_report('bf16')
+    assert report.verdicts['bf16'].verdict == 'safe so far' and report.table['grad'].max() > 0
 
 
 LEARNERS = [rich, lambda: rich('adam', fit=False), language_model, compiled_with_norms]

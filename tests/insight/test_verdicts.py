@@ -137,6 +137,11 @@ def test_arithmetic_that_is_not_flagged(name, device):
 # -- models
 
 
+def without_digits(p, y):
+    "As a contrastive loss near 0, the difference of two large numbers, whose gradient is exact."
+    return ((p - y) @ torch.ones(1, 1)).square().mean().bfloat16() + 1e3 - 1e3
+
+
 class Products(Own):
     "A matrix product in the model's own forward, which autocast runs in fp16 for any input dtype."
 
@@ -169,6 +174,7 @@ MODELS = {  # precision, model, arguments of the learner
     '0 in fp32': ('fp16', lambda: nn.Sequential(nn.Linear(6, 8), noise, nn.Linear(8, 8, bias=False), nn.Linear(8, 1))),
     'large gradients': ('fp16', lambda: layers(Act(times(1e4)))),
     'own gradients': ('fp16', Force),
+    'a loss without digits': ('bf16', mlp, dict(loss_func=without_digits)),
     'a scale looked for again': ('fp16', lambda: layers(Act(sqrt_gate))),
     'a large gradient between two operators': ('fp16', lambda: layers(steep)),
     'loss function': ('fp16', mlp, dict(loss_func=loud_loss)),
@@ -247,6 +253,8 @@ def test_of_two_precisions_the_one_that_works_is_called(monkeypatch):
     verdicts = report_on(without_autocast, ('bf16', 'fp16'), 'cuda').verdicts.values()
     assert {(v.verdict, v.call) for v in verdicts} == {('cannot run', 'learn.to_fp32()')}
     assert verdict_on(Products(lambda x: x)).call == 'learn.to_fp32()'  # as nobody looked at bf16
+    sparse = inner(lambda h: torch.sparse.mm(torch.eye(32).to_sparse(), h.float().T).T)  # runs in a recording
+    assert (verdict_on(sparse, 'bf16').verdict, verdict_on(sparse, 'bf16').call) == ('cannot run', 'learn.to_fp32()')
     set_support(monkeypatch, lambda name: 'unsupported', 'it is too old')
     verdict = learner().precision_report('bf16').verdicts['bf16']
     assert (verdict.verdict, verdict.reason) == ('cannot run', 'it is too old')
