@@ -62,17 +62,11 @@ class FailureWatcher(Watcher):
 
     @property
     def seen(self):
-        "The `Observations` of the open fit; None if nothing is to be reported, or something has been."
-        return self.cb.fit and self.cb.fit.seen
+        "The `Observations` of the open fit, kept there; None if nothing is to be reported, or something has been."
+        return None if self.cb.on_overflow == 'ignore' else getattr(self.cb.fit, 'seen', None)
 
     def before_fit(self):
         if len(self.cb.parts) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
-
-    def after_open(self):
-        "Observe a fit that has been opened."
-        fit = self.cb.fit
-        is_ignored = type(fit.precision) is Precision or self.cb.on_overflow == 'ignore'
-        fit.seen = None if is_ignored else Observations(fit.device.type == 'cpu')
 
     def before_train(self):
         "Warn at the start of a distributed fit that 'fix' only warns."
@@ -82,11 +76,14 @@ class FailureWatcher(Watcher):
 
     def before_batch(self):
         "Keep the random state, and once the size of the weights."
-        seen, learn = self.seen, self.cb.learn
+        fit, learn = self.cb.fit, self.cb.learn
+        if not hasattr(fit, 'seen'):                             # it is new
+            fit.seen = None if type(fit.precision) is Precision else Observations(fit.device.type == 'cpu')
+        seen = self.seen
         if seen is None or not learn.training: return
         seen.random_state = random_state(seen.generators)
         # XLA would compile the norm into the first batch.
-        if seen.weights is None and self.cb.fit.device.type != 'xla': seen.weights = _norm(learn.model)
+        if seen.weights is None and fit.device.type != 'xla': seen.weights = _norm(learn.model)
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
@@ -125,6 +122,19 @@ class FailureWatcher(Watcher):
             self.cb.history.read()
             self.after_step()
         self._check_recorded()
+
+    def before_close(self):
+        "Warn if most of the fit's steps were skipped, unless a failure has been reported."
+        if not (self.seen and (scaling := self.cb.fit.scaling)): return
+        history, scaler = self.cb.history, scaling.scaler
+        skips = history.read().skips[history.fit_start:]
+        n, skipped = len(skips), sum(skips)
+        if 2 * skipped <= n: return
+        text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
+                '`learn.precision_report()` names the modules that overflow.')
+        if skipped < n and scaler.get_backoff_factor() < 1 and 'scaler' not in self.cb.precision.changed:
+            text += f' If it finds none, pass `init_scale={scaler.get_scale():.12g}`.'
+        warn_user(text)
 
     def after_validate(self):
         "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."

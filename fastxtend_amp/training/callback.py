@@ -30,7 +30,7 @@ from .fit import Fit
 from .history import StepHistory
 from .scaling import Scaling
 
-_EVENTS = (*_events, 'after_open', 'after_failure')              # for watchers: a fit has begun, or raised an exception
+_EVENTS = (*_events, 'before_close', 'after_failure')            # for watchers: a fit ends, or raised an exception
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 
 
@@ -91,7 +91,6 @@ class MixedPrecision(fp16.MixedPrecision):
     def on_overflow(self, value: str) -> None:
         check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         self._on_overflow = value
-        if self.fit: self('after_open')
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
@@ -203,7 +202,6 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
         self.fit = Fit(self)
-        self('after_open')
         return self.fit
 
     def close(self, failed: bool = False) -> None:
@@ -309,6 +307,5 @@ class MixedPrecision(fp16.MixedPrecision):
     def after_fit(self):
         "End the fit. Callbacks of a higher order may now load weights. A validation inside the fit ends nothing."
         if self.fit is None or len(self.parts) > 1 or self.in_batch: return
-        scaling = self.fit.seen and self.fit.scaling             # unless a failure has been reported
-        if scaling and (message := scaling.skip_message(self.precision)): warn_user(message)
+        self('before_close')
         self.close()

@@ -20,7 +20,6 @@ import torch
 
 from ..compat import around_backward
 from ..learners import gradient_params, largest_gradient
-from ..precisions import Precision
 from .buffers import Buffers
 from .early_changes import EarlyChanges
 from .low_scale import LowScale
@@ -179,14 +178,3 @@ class Scaling:
         if self.before_lr_find:
             self.scaler.load_state_dict(self.before_lr_find)
             self.history.forget_fit()
-
-    def skip_message(self, precision: Precision) -> str:
-        "Return a warning if most of the fit's steps were skipped; '' otherwise."
-        skips = self.history.read().skips[self.history.fit_start:]
-        n, skipped = len(skips), sum(skips)
-        if 2 * skipped <= n: return ''
-        text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
-                '`learn.precision_report()` names the modules that overflow.')
-        if skipped < n and self.scaler.get_backoff_factor() < 1 and 'scaler' not in precision.changed:
-            text += f' If it finds none, pass `init_scale={self.scaler.get_scale():.12g}`.'
-        return text

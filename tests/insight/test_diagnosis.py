@@ -200,8 +200,8 @@ def messages_of(cases):
 class OnDevice(FailureWatcher):
     "As on an accelerator: values on the device are not read."
 
-    def after_open(self):
-        super().after_open()
+    def before_batch(self):
+        super().before_batch()
         if self.seen:
             self.seen.on_cpu = False
 
