@@ -62,8 +62,8 @@ class FailureWatcher(Watcher):
 
     @property
     def seen(self):
-        "The `Observations` of the open fit, kept there; None if nothing is to be reported, or something has been."
-        return None if self.cb.on_overflow == 'ignore' else getattr(self.cb.fit, 'seen', None)
+        "The `Observations` of the open fit, kept there; False if nothing is to be reported, or something has been."
+        return self.cb.on_overflow != 'ignore' and self.cb.fit and self.cb.fit.seen
 
     def before_fit(self):
         if len(self.cb.parts) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
@@ -77,10 +77,10 @@ class FailureWatcher(Watcher):
     def before_batch(self):
         "Keep the random state, and once the size of the weights."
         fit, learn = self.cb.fit, self.cb.learn
-        if not hasattr(fit, 'seen'):                             # it is new
-            fit.seen = None if type(fit.precision) is Precision else Observations(fit.device.type == 'cpu')
+        if fit.seen is None:                                     # a new fit
+            fit.seen = type(fit.precision) is not Precision and Observations(fit.device.type == 'cpu')
         seen = self.seen
-        if seen is None or not learn.training: return
+        if not seen or not learn.training: return
         seen.random_state = random_state(seen.generators)
         # XLA would compile the norm into the first batch.
         if seen.weights is None and fit.device.type != 'xla': seen.weights = _norm(learn.model)
@@ -88,7 +88,7 @@ class FailureWatcher(Watcher):
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
         seen, learn = self.seen, self.cb.learn
-        if seen is None or not learn.training: return
+        if not seen or not learn.training: return
         if not seen.on_cpu: self._check_recorded()
         seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
         if (loss := newest_loss(learn)) is None: return
@@ -139,7 +139,7 @@ class FailureWatcher(Watcher):
     def after_validate(self):
         "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
         seen, learn = self.seen, self.cb.learn
-        if seen is None or seen.has_said: return
+        if not seen or seen.has_said: return
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         results = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if all((t < math.inf).all() for t in results): return
@@ -160,7 +160,7 @@ class FailureWatcher(Watcher):
     def _check_loss(self, seen, loss):
         if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', self.cb.learn.scaler.get_scale())
         seen.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it diverges on purpose
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = False          # it diverges on purpose
 
     def _alarm(self, what, scale, is_unexplained=False): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
@@ -168,7 +168,7 @@ class FailureWatcher(Watcher):
         alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
         diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
-        cb.fit.seen = None                                       # first: a fix may close the fit
+        cb.fit.seen = False                                      # first: a fix may close the fit
         may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES
         if may_fix and apply_fix(cb, alarm, diagnosis): self.n_fixes += 1
         else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')

@@ -83,16 +83,8 @@ class MixedPrecision(fp16.MixedPrecision):
         self.parts = list[Any]()                                 # the `Part`s of fastai's loop that are open
         self.fixes = list[Any]()                                 # of `on_overflow='fix'`, in all fits
 
-    @property
-    def on_overflow(self) -> str:
-        "The reaction to training that fails: 'warn', 'fix', 'raise' or 'ignore'."
-        return self._on_overflow
-    @on_overflow.setter
-    def on_overflow(self, value: str) -> None:
-        check_argument('on_overflow', value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
-        self._on_overflow = value
-
     def __setattr__(self, name, value):
+        if name == 'on_overflow': check_argument(name, value, _ON_OVERFLOW.__contains__, f'one of {_ON_OVERFLOW}')
         if name == 'learn' and value is not self.learn:          # added, removed or moved to another learner
             if self.learn is not None: self._leave()
             if value is not None: self._join(value)

@@ -21,6 +21,7 @@ class Fit(ExitStack):
     model: Any = None                                            # the one that `model_contexts` are open for
     scaling: Scaling | None = None                               # None without loss scaling
     is_training = False                                          # True from the first training batch on
+    seen: Any = None                                             # for a watcher's notes
     casts: Any = None                                            # model and weights whose casts autocast keeps
 
     def __init__(self, cb: Any): # A `MixedPrecision`
