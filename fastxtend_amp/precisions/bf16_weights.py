@@ -7,7 +7,7 @@ import torch
 from fastai.learner import Learner
 from torch import nn
 
-from ..learners import inner_optimizer, is_sharded, optimizer_name, optimizer_params
+from ..learners import inner_optimizer, is_sharded, optimizer_name, optimizer_params, several_processes
 from .matching import covers, qualified_names
 
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
@@ -16,8 +16,7 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
 
 def check_bf16_weights(learn: Learner) -> None:
     "Raise a `ValueError` that names a model or an optimizer that needs fp32 master weights."
-    ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in learn.model.modules())
-    if ddp or is_sharded(learn.model):
+    if several_processes() or is_sharded(learn.model):
         raise ValueError('master_weights=False cannot be used with DistributedDataParallel or FSDP2, which reduce '
                          'gradients in the dtype that the weights had when the model was wrapped.\n'
                          'Use `learn.to_bf16()`, or with FSDP2 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.')

@@ -1,6 +1,5 @@
 """`MixedPrecision`: the callback that enters what a precision names, in fastai's loop.
 
-    before_fit           begins a `Fit`, which enters what the precision names around a fit at the first batch
     before_train         marks the epoch in the history of steps
     before_validate      keeps autocast's casts of the weights from batch to batch
       before_batch       enters autocast in the batch's `Part`
@@ -22,7 +21,7 @@ from fastai.callback import fp16
 from fastai.callback.core import CancelStepException, _events, _inner_loop
 from fastai.learner import Learner
 
-from ..learners import loaded_states, newest_loss
+from ..learners import loaded_states, model_device, newest_loss, training_device
 from ..messages import check_argument, check_integer, warn_user
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import half_to_float, is_half, map_tensors
@@ -188,12 +187,15 @@ class MixedPrecision(fp16.MixedPrecision):
         change, self.waiting = self.waiting, None
         if change: change()
 
-    def open_fit(self) -> Fit:
-        "Check model and device, and begin a fit, where none is open."
+    def open_fit(self,
+        device: torch.device, # Of the model
+        trains: bool, # Whether there may be training batches
+    ) -> Fit:
+        "Check learner and device, and begin a fit."
         if len(self.learn._grab_cbs(fp16.MixedPrecision)) > 1:
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
-        self.fit = Fit(self)
+        self.fit = Fit(self, device, trains)
         return self.fit
 
     def close(self, failed: bool = False) -> None:
@@ -225,9 +227,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._set_watchers([w for w in self.watchers if w is not watcher])
 
     def before_fit(self):
-        "Begin the fit, so that a precision that cannot be used raises an error before the first batch is loaded."
-        if self.fit or not self.parts: return                    # of a validation inside a fit; an event called by hand
-        self.open_fit().precision.prepare(self.learn)            # before a distributed trainer wraps the model
+        "Do nothing, unlike fastai's: `run_outermost` has opened the fit, before any callback changed the learner."
 
     def before_train(self):
         "Remember where the epoch begins, for `SkippedStepsMetric`."
@@ -236,7 +236,7 @@ class MixedPrecision(fp16.MixedPrecision):
     def before_validate(self):
         "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
         if not self.parts: return
-        fit = self.fit or self.open_fit()
+        fit = self.ready_fit()
         fit.casts = None                                         # those of an earlier validation
         if not fit.precision.dtype: return
         # The cache lives as long as any autocast is open. This one changes nothing else.
@@ -248,16 +248,19 @@ class MixedPrecision(fp16.MixedPrecision):
         if self.parts: self.parts[-1].close()
 
     def ready_fit(self) -> Fit:
-        "Return the fit, opened and prepared for the next batch."
-        fit, learn = self.fit or self.open_fit(), self.learn
-        if learn.model is not fit.model: fit.use_model()
-        if learn.training and learn.opt is not None and not fit.is_training: fit.begin_training()
+        "Return the fit, ready for the next batch: a new one if none is open, as in loops over `one_batch`."
+        fit, learn = self.fit, self.learn
+        trains = learn.training and learn.opt is not None
+        if fit is None or trains > fit.trains:
+            self.close()
+            fit = self.open_fit(model_device(learn.model, training_device(learn)), trains)
+        fit.use_model()
         return fit
 
     def before_batch(self):
         "Enter autocast."
         fit = self.ready_fit()
-        if fit.scaling and fit.is_training and self.learn.training: fit.scaling.start()
+        if fit.scaling and fit.trains and self.learn.training: fit.scaling.start()
         fit.clear_old_casts()
         for context in fit.precision.around_batch(fit.device): self.parts[-1].enter(context)
 

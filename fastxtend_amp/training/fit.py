@@ -9,7 +9,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 
-from ..learners import model_device, training_device
 from ..messages import warn_user
 from ..precisions import Precision
 from ..precisions.base import static_scaler
@@ -20,17 +19,22 @@ class Fit(ExitStack):
     "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
     model: Any = None                                            # the one that `model_contexts` are open for
     scaling: Scaling | None = None                               # None without loss scaling
-    is_training = False                                          # True from the first training batch on
     seen: Any = None                                             # for a watcher's notes
     casts: Any = None                                            # model and weights whose casts autocast keeps
 
-    def __init__(self, cb: Any): # A `MixedPrecision`
+    def __init__(self,
+        cb: Any, # A `MixedPrecision`
+        device: torch.device, # Of the model
+        trains: bool, # Whether there may be training batches
+    ):
         super().__init__()
         self.precision, self.learn = precision, learn = cb.precision, cb.learn
-        self.device = device = model_device(learn.model, training_device(learn))
+        self.device, self.trains = device, trains
         precision.check_device(device)
-        if precision.dtype: check_parallel(precision, learn.model)
         precision.check(learn.model)
+        if trains:
+            precision.check_training(learn)
+            precision.prepare(learn)                             # before a distributed trainer wraps the model
         self.warn_of_emulation()
         self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`
         scaler = precision.scaler(device)
@@ -40,22 +44,17 @@ class Fit(ExitStack):
         learn.scaler = scaler or GradScaler('cpu', enabled=False)
 
     def use_model(self) -> None:
-        "Enter what the precision names around a fit, for the model that the learner has now."
-        model = self.learn.model
-        if model is self.model: return
+        "Enter what the precision names, at the first batch and for each other model that the learner gets."
+        learn, precision, old = self.learn, self.precision, self.model
+        if learn.model is old: return
+        if precision.dtype: check_parallel(precision, learn.model)
         self.model_contexts.close()
-        for context in self.precision.around_fit(model): self.model_contexts.enter_context(context)
-        self.model = model
-        if self.scaling and self.is_training: self.scaling.buffers.look_at(model)
-
-    def begin_training(self) -> None:
-        "Prepare and check what only training needs, before the first training batch."
-        self.is_training = True
-        # Once more: loops over `one_batch` have no `before_fit`, after which callbacks may also have loaded weights.
-        self.precision.prepare(self.learn)
-        self.precision.check_training(self.learn)
-        for context in self.precision.around_training(self.learn): self.enter_context(context)
-        if self.scaling: self.scaling.buffers.look_at(self.model)
+        for context in precision.around_fit(learn.model): self.model_contexts.enter_context(context)
+        self.model = learn.model
+        if not self.trains: return
+        if old is None:
+            for context in precision.around_training(learn): self.enter_context(context)
+        if self.scaling: self.scaling.buffers.look_at(learn.model)
 
     def warn_of_emulation(self) -> None:
         "Warn, once for a learner, of a device that runs a precision without hardware for it."
@@ -83,7 +82,7 @@ class Fit(ExitStack):
         "Exit all contexts. With loss scaling, a failure in training zeroes the gradients."
         vars(self.learn).pop('scaler', None)
         try:
-            if self.scaling: self.scaling.end(failed and self.is_training)
+            if self.scaling: self.scaling.end(failed and self.trains)
         finally: self.close()
 
     def clear_old_casts(self) -> None:

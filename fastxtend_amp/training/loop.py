@@ -85,9 +85,10 @@ def run_outermost(
     try:
         if cb is None: return run()
         if not is_users_loop: cb.close()
-        if event_type == 'fit': cb.precision.check_training(learn)    # before other callbacks change the learner
-        device_type = training_device(learn).type
-        restored: Any = autocast_restored(device_type) if autocast_available(device_type) else nullcontext()
+        device = training_device(learn)
+        # A precision that cannot be used raises an error here, before other callbacks change the learner.
+        if event_type == 'fit' and cb.run: cb.open_fit(device, trains=True)
+        restored: Any = autocast_restored(device.type) if autocast_available(device.type) else nullcontext()
         with backward_without_autocast(), restored:
             cb.parts = []
             _run_part(cb, event_type, run)
