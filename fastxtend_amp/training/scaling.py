@@ -14,7 +14,6 @@ from collections import defaultdict
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -24,8 +23,6 @@ from .buffers import Buffers
 from .early_changes import EarlyChanges
 from .low_scale import LowScale
 from .steps import DeviceStep, HostStep, skips_on_device
-
-_OWNERS = WeakKeyDictionary[Any, Any]()  # by `GradScaler`: a reference to the callback that has used it
 
 
 class Gradients(Enum):
@@ -52,11 +49,6 @@ class Scaling:
     its end, or zeroed after an exception and if one is not finite.
     """
     def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
-        owner = _OWNERS.get(scaler, ref(cb))()
-        if getattr(owner, 'learn', None) not in (None, cb.learn):
-            raise ValueError('This `scaler` belongs to another learner, with which it would share the loss scale. '
-                             'Create one for each learner.')
-        _OWNERS[scaler] = ref(cb)
         state = scaler.state_dict()
         self.scaler, self.device, self.learn, self.history = scaler, device, cb.learn, cb.history
         self.before_lr_find = state if 'lr_finder' in vars(self.learn) else {}
