@@ -105,8 +105,7 @@ class FailureWatcher(Watcher):
         seen, history = self.seen, self.cb.history
         if not (seen and seen.batch and (scaling := self.cb.fit.scaling)): return
         # What the device has decided is known once it has been read.
-        is_known_skip = not history.unread if scaling.step.on_device else scaling.step.found_inf
-        if not is_known_skip: return
+        if history.unread and not scaling.step.host_skips: return
         if not (n := history.skips_in_a_row()): return
         scale = history.scales[-1]
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
@@ -118,7 +117,7 @@ class FailureWatcher(Watcher):
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
         scaling = self.seen and self.cb.fit.scaling
-        if scaling and scaling.step.on_device:
+        if scaling and not scaling.step.host_skips:
             self.cb.history.read()
             self.after_step()
         self._check_recorded()

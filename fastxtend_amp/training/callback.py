@@ -283,7 +283,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Unscale the gradients; cancel the step if one is not finite, unless the optimizer skips it on the device."
         if not (scaling := self.fit.scaling): return
         scaling.unscale()
-        if scaling.host_skips: raise CancelStepException
+        if scaling.step.host_skips: raise CancelStepException
 
     def after_cancel_step(self):
         "Keep the scale if another callback cancelled a step whose gradients are finite."

@@ -75,7 +75,7 @@ class Fit(ExitStack):
         "Run the optimizer's step, unless a backward pass of another callback in this step was not finite."
         if self.scaling:
             self.scaling.end_pass()
-            if self.scaling.host_skips: raise CancelStepException
+            if self.scaling.step.host_skips: raise CancelStepException
         self.precision.step(self.learn, step)
 
     def end(self, failed: bool) -> None:

@@ -33,9 +33,9 @@ class Gradients(Enum):
         IN_STEP         a backward pass begins, `end_pass`         IN_PASS, IN_STEP
         IN_STEP         `update`, `cancel`                         BETWEEN_STEPS
     """
-    BETWEEN_STEPS = 'true, as after `zero_grad`'
+    BETWEEN_STEPS = 'unscaled, as after `zero_grad`'
     SCALED = 'times the scale: backward passes add to them'
-    IN_STEP = 'true, in a step that is under way'
+    IN_STEP = 'unscaled, in a step that is under way'
     IN_PASS = 'times the scale again, while another backward pass of that step runs'
 
 
@@ -53,11 +53,10 @@ class Scaling:
         self.scaler, self.device, self.learn, self.history = scaler, device, cb.learn, cb.history
         self.before_lr_find = state if 'lr_finder' in vars(self.learn) else {}
         self.buffers = Buffers()
-        # The scale.
-        scaler.scale(torch.ones((), device=device))              # puts it on the device
-        self.history.begin_fit(self._copied_scale(), state['scale'])
+        # The scale, which scaling puts on the device.
+        self.history.begin_fit(scaler.scale(torch.ones((), device=device)), state['scale'])
         self.low_scale = LowScale(scaler, self.history, cb.precision.first_scale)
-        # Good steps since the scale last changed, as `GradScaler` counts them; None where only the device knows.
+        # Good steps since the scale last changed, as `GradScaler` counts them; None once a device has counted.
         self.tracker: int | None = state['_growth_tracker']
         # The step.
         self.gradients = Gradients.BETWEEN_STEPS
@@ -110,11 +109,6 @@ class Scaling:
         # Before anybody clips.
         if is_low and not self.step.found_inf: self.step.largest = largest_gradient(params)
 
-    @property
-    def host_skips(self) -> bool:
-        "True if the host must skip the step under way."
-        return not self.step.on_device and self.step.found_inf
-
     def _multiply(self) -> None:
         grads = defaultdict(list)
         for p in gradient_params(self.learn.opt): grads[p.grad.device].append(p.grad)
@@ -125,7 +119,7 @@ class Scaling:
         self.passes.append(SimpleNamespace(param_groups=[{'params': params}]))
         self.scaler.unscale_(self.passes[-1])
         found = [flag for p in self.passes for flag in self.scaler._found_inf_per_device(p).values()]   # since 1.6
-        self.step.look(found)
+        self.step.decide(found)
 
     def update(self) -> None:
         "Record the step, taken or skipped, and let the scale grow or back off unless it is static."
@@ -134,15 +128,14 @@ class Scaling:
             return
         self._end_step()
         step = self.step
-        # On a CPU the host can read what the optimizer has decided without synchronizing.
-        if step.on_device and self.device.type == 'cpu': step = self.step = HostStep(bool(step.found_inf))
         self.buffers.remember(step.found_inf)
-        if step.on_device: self.tracker = None
-        elif self.tracker is None: self.tracker = self.scaler.state_dict()['_growth_tracker']
-        else: self.tracker = 0 if step.found_inf else (self.tracker + 1) % self.scaler.get_growth_interval()
+        if type(step) is DeviceStep: self.tracker = None
+        elif self.tracker is not None:
+            self.tracker = 0 if step.found_inf else (self.tracker + 1) % self.scaler.get_growth_interval()
         # The scale may have changed if the tracker is 0, or None.
-        self.history.add(step.found_inf, self.history.next_scale if self.tracker else self._copied_scale())
-        if not step.on_device and (step.found_inf or step.largest is not None): self.low_scale.mend(step.largest)
+        scale = self.history.next_scale if self.tracker else self.scaler._scale.to(self.device, copy=True)
+        self.history.add(step.found_inf, scale)
+        if step.host_skips or step.largest is not None: self.low_scale.mend(step.largest)
 
     def cancel(self) -> None:
         "End a step that another callback cancelled: scale and growth tracker stay."
@@ -151,12 +144,8 @@ class Scaling:
     def _end_step(self, new_scale: float | None = None) -> None: # As in `GradScaler.update`: None grows or backs off
         self.end_pass()
         self.scaler.update(new_scale)
-        if self.step.on_device: self.step.end(self.scaler)
+        self.step = self.step.end(self.scaler)
         self.passes, self.gradients = [], Gradients.BETWEEN_STEPS
-
-    # -- the scale
-
-    def _copied_scale(self) -> torch.Tensor: return self.scaler._scale.to(self.device, copy=True)
 
     # -- the end of the fit
 

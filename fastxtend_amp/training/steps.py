@@ -1,4 +1,6 @@
 "An optimizer step with loss scaling: who skips it if a gradient is not finite, the host or the device."
+from __future__ import annotations
+
 from functools import reduce
 from typing import Any
 
@@ -12,30 +14,37 @@ from .optimizers import FUSED
 
 class HostStep:
     "A step that the host skips if a gradient is not finite. To know that, it synchronizes."
-    on_device = False
     largest: float | None = None                                 # gradient, of a good step at a low scale
-    def __init__(self, found_inf: bool = False): self.found_inf = found_inf
+    def __init__(self, found_inf: bool = False): self.found_inf = self.host_skips = found_inf
 
-    def look(self, flags: list[torch.Tensor]) -> None: # 1 where a backward pass found NaN or inf on a device
-        "Find out whether to skip the step."
-        self.found_inf = any(map(bool, flags))
+    def decide(self, flags: list[torch.Tensor]) -> None: # 1 where a backward pass found NaN or inf on a device
+        "Decide whether to skip the step."
+        self.found_inf = self.host_skips = any(map(bool, flags))
+
+    def end(self, scaler: Any) -> HostStep: # A `GradScaler` that has been updated
+        "Return the step as it is known from now on: itself."
+        return self
 
 
 class DeviceStep:
     "A step of one of torch's fused optimizers, which has no effect if `found_inf` is 1. The host does not know that."
-    on_device = True
+    host_skips, largest = False, None
     found_inf: torch.Tensor                                      # 0-dim
     def __init__(self, optimizer: torch.optim.Optimizer): self.optimizer = optimizer
 
-    def look(self, flags: list[torch.Tensor]) -> None: # As in `HostStep`
+    def decide(self, flags: list[torch.Tensor]) -> None: # As in `HostStep`
         "Tell the optimizer whether to skip the step."
         self.found_inf = reduce(torch.maximum, flags)
         vars(self.optimizer)['found_inf'] = self.found_inf
 
-    def end(self, scaler: Any) -> None: # A `GradScaler` that has been updated
-        "Forget it. At scale 0 NaN would pass, so the scale stays above 0 until the host mends it."
+    def end(self, scaler: Any) -> HostStep | DeviceStep: # As in `HostStep`
+        """Remove the flag. The host reads it on a CPU, where that does not synchronize.
+
+        At scale 0 NaN would pass, so the scale stays above 0 until the host mends it.
+        """
         vars(self.optimizer).pop('found_inf', None)
         scaler._scale.clamp_(min=FP16_SMALLEST / 2)              # undocumented, since 1.6
+        return HostStep(bool(self.found_inf)) if self.found_inf.device.type == 'cpu' else self
 
 
 def skips_on_device(opt: Any, params: list[nn.Parameter]) -> bool: # The learner's; those with gradients
