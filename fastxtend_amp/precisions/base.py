@@ -84,6 +84,7 @@ class Precision:
     color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
     state_key: ClassVar[str] = '' # Where a file's optimizer state keeps `state_dict`; by default the name
+    slowdown: ClassVar[int] = 0 # Times that of fp32, at most, where a CPU emulates it; 0 if that was not measured
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     arguments: dict[str, Any] # Of its constructor, by name, defaults included

@@ -54,7 +54,7 @@ class FP16(Precision):
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
     """
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
-    scales_loss = True
+    scales_loss, slowdown = True, 125
     state_key = 'grad_scaler'                                    # as version 0.1 named it
     # Not AVX512-FP16: in PyTorch 2.14 it makes a training step of a ResNet 125 times slower than fp32.
     rules: ClassVar = dict(
@@ -88,7 +88,6 @@ class FP16(Precision):
         if len(given) > 1 and {'enabled', 'loss_scale', 'scaler'} & {*given}:
             raise ValueError(f'{" and ".join(given)} cannot be combined. Pass only one of them.')
         self.flat_master = flat_master
-        self.is_fixed, self.has_users_scaler = loss_scale is not None, scaler is not None
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
         # The scaler in its newest state.
         self.newest = scaler or GradScaler('cpu', float(init_scale), growth_factor, backoff_factor, growth_interval,
@@ -99,7 +98,7 @@ class FP16(Precision):
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
-        if not self.has_users_scaler:
+        if 'scaler' not in self.changed:
             state, self.newest = self.newest.state_dict(), GradScaler(device.type)
             self.newest.load_state_dict(state)                   # its factors as well
         return self.newest
@@ -119,7 +118,7 @@ class FP16(Precision):
         if not state: return
         check_argument('state', state, _is_state, 'what `state_dict` returned, with a finite scale')
         scale = state['scale']
-        if self.is_fixed or not self.first_state:
+        if 'loss_scale' in self.changed or not self.first_state:
             if scale != self.first_scale:
                 warn_user(f'The loaded loss scale of {scale:,.9g} is not used: it is fixed at {self.first_scale:,.9g}.')
             return

@@ -61,7 +61,7 @@ class FP8(BF16):
     Source: Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433;
     https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
-    name, color, automatic, package = 'fp8', '#8f4a9e', False, 'torchao'
+    name, color, automatic, package, slowdown = 'fp8', '#8f4a9e', False, 'torchao', 0
     sides, forward = 16, Fp8Forward
     module_arguments = 'fp32_modules', 'modules'
 

@@ -1,7 +1,7 @@
 "`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastai.callback.core import CancelStepException
@@ -14,6 +14,8 @@ from ..precisions import Precision
 from ..precisions.base import static_scaler
 from .scaling import Scaling
 
+if TYPE_CHECKING: from .callback import MixedPrecision
+
 
 class Fit(ExitStack):
     "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
@@ -23,7 +25,7 @@ class Fit(ExitStack):
     casts: Any = None                                            # model and weights whose casts autocast keeps
 
     def __init__(self,
-        cb: Any, # A `MixedPrecision`
+        cb: 'MixedPrecision',
         device: torch.device, # Of the model
         trains: bool, # Whether there may be training batches
     ):
@@ -61,10 +63,10 @@ class Fit(ExitStack):
         precision, device = self.precision, self.device
         support = precision.support(device)
         if support.status != 'emulated': return
-        times = {'fp16': ', up to 125 times', 'bf16': ', up to 18 times'}.get(precision.name, '')     # as measured
+        times = f', up to {precision.slowdown} times' if precision.slowdown and device.type == 'cpu' else ''
         warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32"
-                  f"{times if device.type == 'cpu' else ''}.\nCall `learn.to_amp()`, which selects only what the "
-                  f"device accelerates; `learn.compare_precision('{precision.name}')` measures it.", self.learn)
+                  f'{times}.\nCall `learn.to_amp()`, which selects only what the device accelerates; '
+                  f"`learn.compare_precision('{precision.name}')` measures it.", self.learn)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."
