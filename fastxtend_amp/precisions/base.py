@@ -187,7 +187,7 @@ class Precision:
         if self.flat_master: check_flat(learn)
 
     def around_training(self, learn: Learner) -> list[Any]:
-        "Return contexts from a fit's first training batch to its end."
+        "Return contexts from the first batch of a fit that trains to its end."
         return []
 
     def around_batch(self, device: torch.device) -> list[AbstractContextManager]:

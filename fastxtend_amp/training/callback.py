@@ -1,5 +1,6 @@
 """`MixedPrecision`: the callback that enters what a precision names, in fastai's loop.
 
+    (`run_outermost`)    opens a `Fit`, which enters what the precision names around a fit at the first batch
     before_train         marks the epoch in the history of steps
     before_validate      keeps autocast's casts of the weights from batch to batch
       before_batch       enters autocast in the batch's `Part`

@@ -1,4 +1,4 @@
-"`Fit`: what a precision has open on a learner, from the first batch of a fit or validation to its end."
+"`Fit`: what a precision has open on a learner in one fit or validation."
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any

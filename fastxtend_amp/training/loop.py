@@ -95,7 +95,8 @@ def run_outermost(
         # `now` is another callback than `cb` if the precision was exchanged in this part.
         if not is_users_loop and (now := precision_callback(learn)): now.close()
     except BaseException as e:
-        for method in cb.methods['after_failure'] if cb else (): method(e)
+        if cb:
+            for method in cb.methods['after_failure']: method(e)
         if now := precision_callback(learn):
             now.close(failed=not isinstance(e, _CANCELS))
             now.do_waiting()

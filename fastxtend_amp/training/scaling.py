@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,8 @@ from .buffers import Buffers
 from .early_changes import EarlyChanges
 from .low_scale import LowScale
 from .steps import DeviceStep, HostStep, skips_on_device
+
+if TYPE_CHECKING: from .callback import MixedPrecision
 
 
 class Gradients(Enum):
@@ -48,7 +50,7 @@ class Scaling:
     Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
     its end, or zeroed after an exception and if one is not finite.
     """
-    def __init__(self, scaler: Any, cb: Any, device: torch.device): # A `GradScaler` and a `MixedPrecision`
+    def __init__(self, scaler: Any, cb: MixedPrecision, device: torch.device): # `scaler`: a `GradScaler`
         state = scaler.state_dict()
         self.scaler, self.device, self.learn, self.history = scaler, device, cb.learn, cb.history
         self.before_lr_find = state if 'lr_finder' in vars(self.learn) else {}

@@ -15,7 +15,7 @@ from fastxtend_amp.training.loop import precision_callback
 from helpers import DEVICE, OPTIMIZERS, At, finite, is_outside_a_fit, learner, left_on, loaders, output_dtypes, params
 from helpers import same, spoil_at, told
 from rows import BATCH, BETWEEN, BF16, EXTRA, FP32, LOOPS, TO, Once, To, differences, find, largest, make, process
-from rows import seen_in_steps, third_batch, trained
+from rows import over_batches, seen_in_steps, third_batch, trained
 
 # -- exceptions
 
@@ -26,6 +26,16 @@ INSIDE = ['the model', 'the loss', 'the backward pass', "the optimizer's step"]
 PRECISIONS = ['fp16', 'bf16', 'skipping', 'flat fp16', 'tf32', 'fp16 and fused', 'bf16 and fp32_modules', 'no masters']
 FUSED = To('fp16', dict(init_scale=4096.0), opt='fused adamw')
 EXTRA.update({'fp16 and fused': FUSED, 'bf16 and fp32_modules': To('bf16', dict(fp32_modules='0'))})
+
+
+def test_a_fit_ends_what_a_loop_over_one_batch_has_left_open():
+    def cancel(l):
+        raise core.CancelStepException  # before gradients are unscaled
+
+    learn = make('fp16', loop='kept gradients', cbs=[At('before_step', cancel, 5)])
+    over_batches(learn, 1)
+    learn.fit(1, 0.01)
+    assert is_outside_a_fit(learn) and 0 < largest(learn) < 64
 
 
 class Bomb(Callback):
