@@ -19,6 +19,7 @@ from ..precisions.base import Rounding
 from ..precisions.matching import qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
+from ..training.loop import precision_callback
 from .choices import Choice
 from .copies import copied_learner
 
@@ -74,7 +75,9 @@ def running_copy(
         if in_batch:                                             # callbacks have already prepared the batch
             for cb in copy.cbs:
                 if not isinstance(cb, MixedPrecision): cb.before_batch = noop
-        else: begin_fit(copy, 1)
+        else:
+            begin_fit(copy, 1)
+            if cb := precision_callback(copy): cb.ready_fit()    # its errors are not those of a module
         yield copy
 
 

@@ -4,6 +4,7 @@ from operator import index
 from typing import Any, ClassVar
 
 import torch
+from fastai.learner import Learner
 from torch.amp import GradScaler
 
 from ..devices import facts
@@ -94,6 +95,13 @@ class FP16(Precision):
                                            enabled)
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
+
+    def check_training(self, learn: Learner) -> None:
+        super().check_training(learn)
+        names = [name for name, p in learn.model.named_parameters() if p.requires_grad and p.is_complex()]
+        if names and self.first_state:
+            raise ValueError(f"fp16 cannot scale gradients of complex parameters, such as '{names[0]}': PyTorch's "
+                             'GradScaler does not support them.\nUse `learn.to_bf16()`.')
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."

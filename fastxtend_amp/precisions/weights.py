@@ -21,8 +21,7 @@ def weights_to_fp32(
     other = [f"'{name}' is {p.dtype}" for name, p in trained.items() if p.is_complex() or p.dtype is torch.float64]
     if other:
         warn_user(f'{other[0]}: autocast does not convert float64 and complex parameters (here {len(other):,}), nor '
-                  'what is computed with them.\nConvert float64 with `learn.model.float()`. Complex parameters need '
-                  'bf16, as fp16 fails.', model)
+                  'what is computed with them.\nConvert float64 with `learn.model.float()`.', model)
     half = {name: p for name, p in trained.items() if is_half(p)}
     if not half: return
     opt = inner_optimizer(opt)

@@ -172,7 +172,9 @@ def precision_as(self: Learner,
         yield self
     finally:
         if own and loaded_states(self) is not states:            # as if `load` had come afterwards
-            own.precision.load_state_dict(loaded_states(self).pop(own.precision.state_key, None))
+            key = own.precision.state_key
+            waiting = loaded_states(self).pop(key, None)
+            own.precision.load_state_dict(new.state_dict() if new.precision.state_key == key else waiting)
         exchange(self, own)                                      # without a check: the model may have been exchanged
         self.add_cbs(fastais)
         states.update(loaded)                                    # `new` may have continued from it

@@ -521,8 +521,12 @@ class Spectral(nn.Linear):
         return super().forward(torch.fft.ifft(torch.fft.fft(x.float()) * self.spectrum.conj() * torch.tensor(1j)).imag)
 
 
+def spectral():
+    return learner(Spectral())
+
+
 RUNS = {
-    'complex weights': lambda: learner(Spectral()),
+    'complex weights': spectral,
     'a scripted module': lambda: learner(layers(torch.jit.script(nn.ReLU()))),
     'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()),
     'tied, in place, called twice': lambda: learner(Tied()),
@@ -546,7 +550,7 @@ RUNS = {
 def test_what_trains_can_be_reported_on(make):
     torch.manual_seed(0)
     learn = make()
-    report = learn.precision_report('bf16' if make is fp8 else ('bf16', 'fp16'))
+    report = learn.precision_report('bf16' if make in (fp8, spectral) else ('bf16', 'fp16'))
     assert {v.verdict for v in report.verdicts.values()} == {SAFE} and ' 0.00%' not in repr(report), report
     assert report.table['error'].max() < 0.05
     assert (report.table['grad'].dropna() > 0).all() and report.table['grad'].notna().any()

@@ -77,6 +77,11 @@ def test_parameters_that_autocast_leaves_alone_are_named_once():
 
     learn = learner(Complex()).to_bf16()
     assert len(told(lambda: (learn.fit(1), learn.fit(1)), "'phase' is torch.complex64")) == 1 and finite(learn)
+    words = "fp16 cannot scale gradients of complex parameters, such as 'phase'"
+    verdict = learn.precision_report('fp16').verdicts['fp16']
+    assert verdict.verdict == 'cannot run' and verdict.reason.startswith(words)
+    with pytest.raises(ValueError, match=words):
+        learn.to_fp16().fit(1)
 
 
 class Fills(nn.Linear):

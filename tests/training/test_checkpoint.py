@@ -291,9 +291,11 @@ def test_a_file_saved_in_another_precision_for_a_while_has_the_scale(tmp_path):
         learn.save('a')
     given = make('fp16', path=tmp_path).to_fp16(init_scale=4.0)
     given.save('weights', with_opt=False)
-    with given.precision_as('fp32'):
-        given.load('a').load('weights')  # a file of weights keeps the scale
-    assert given.mixed_precision.scale == learn.mixed_precision.scale
+    for precision in ('fp32', 'fp16'):
+        given.to_fp16(init_scale=4.0)
+        with given.precision_as(precision):
+            given.load('a').load('weights')  # a file of weights keeps the scale
+        assert given.mixed_precision.scale == learn.mixed_precision.scale
     assert make('overflowing', path=tmp_path).load('a').mixed_precision.scale == learn.mixed_precision.scale
 
 
