@@ -123,9 +123,12 @@ def argument_lines(obj):
     "Return a list of the arguments of `obj` that are not shared, or attributes of what a method returns."
     if getattr(obj, '__name__', '') in INSIGHT:
         return '\n'.join(['Attributes:\n', *(line(n, '', text) for n, *_, text in arguments(obj) if text)])
-    common = shared()
-    return '\n'.join(line(n, '', text) for n, kind, default, text in arguments(obj)
-                     if text and (n, kind, default) not in common)
+    common, above = shared(), set[str]()
+    if obj is fastxtend_amp.precision_report:
+        above = {n for n, *_ in arguments(learner_methods()['precision_report'])}
+    lines = [line(n, '', text) for n, kind, default, text in arguments(obj)
+             if text and (n, kind, default) not in common and n not in above]
+    return '\n'.join(lines) + '\n\nThe others are [as above](#precision_report).' * bool(above)
 
 
 def signature_line(name, obj):

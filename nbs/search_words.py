@@ -69,11 +69,13 @@ WORDS = {
                     'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true, 16-true',
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
-    'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval'},
+    'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval, '
+                                        'GradScaler, grad_scaler, init_scale, disable loss scaling, '
+                                        'turn off loss scaling, NaN gradients, skip_nonfinite'},
     'operators': {'What autocast runs in which dtype': 'autocast operators, operator list, which operators'},
     'api_callback': {'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
                               'get current loss scale, learn.mixed_precision.skipped, '
-                              'skip step callback'},
+                              'skip step callback, scale_loss, second backward, gradient penalty'},
     'changelog': {'Changelog': 'what changed, what is new, release notes'},
     'contributing': {'Contributing': 'contribute, licence, license, run the tests',
                      'A precision of your own': 'write your own precision, custom precision',
@@ -127,10 +129,6 @@ WORDS = {
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad',
         'Fix overflows while training': 'on_overflow',
         'Colab and Kaggle': 'Colab, Kaggle, Kaggle T4',
-        'Loss scaling: fixed, off, your own GradScaler':
-            'GradScaler, grad_scaler, scale_loss, second backward, gradient penalty, init_scale, '
-            'disable loss scaling, turn off loss scaling, '
-            'NaN gradients, skip_nonfinite',
         'Inference, and turning mixed precision off':
             'inference, undo, switch off, disable, '
             'predict, predict after load_learner, change precision after loading, get_preds, '

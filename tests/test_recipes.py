@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fastxtend_amp import *
 from fastxtend_amp.precisions import PRECISIONS
-from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, params, same, spoil_at
+from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, params
+from helpers import same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
 BLOCKS = re.findall(r'```python\n(.*?)```', (NBS / 'recipes.md').read_text(), re.S)
@@ -26,9 +27,9 @@ class WithLogits(nn.Linear):
         return SimpleNamespace(logits=super().forward(input_ids * attention_mask))
 
 
-def tokens(make):
-    "Loaders of batches as `make` puts them together, and the model for them."
-    data = [make({'input_ids': x, 'attention_mask': torch.ones(6)}, i % 2) for i, (x, _) in enumerate(dataset())]
+def tokens():
+    "Loaders of batches of a dict and a target, and the model for them."
+    data = [({'input_ids': x, 'attention_mask': torch.ones(6)}, i % 2) for i, (x, _) in enumerate(dataset())]
     return dict(dls=loaders(train=data, valid=data), model=WithLogits(6, 2))
 
 
@@ -48,17 +49,14 @@ def run_recipe(word, **names):
         dls=loaders(),
         learn=learner(model),
         x=torch.randn(4, 6),
-        my_loss=F.mse_loss,
         base=nn.Linear(6, 6),
         head=linear(),
     )
     if 'AWD_LSTM' in block:
         df = pd.DataFrame({'text': ['A very good film', 'Bad'] * 50, 'label': ['yes', 'no'] * 50})
         of_reader['dls'] = TextDataLoaders.from_df(df, text_col='text', label_col='label')
-    if 'n_inp' in block:
-        of_reader |= tokens(lambda sample, y: (*sample.values(), y))
     if 'FromDict' in block:
-        of_reader |= tokens(lambda sample, y: (sample, y))
+        of_reader |= tokens()
     found = {**globals(), **of_reader, **names}
     exec(block.replace("'cuda'", "'cpu'").replace('256', '16'), found)
     return SimpleNamespace(**found)
@@ -100,14 +98,6 @@ def test_an_ema_leaves_out_skipped_steps_and_lr_find(mode, opt, tmp_path):
     learn.fit(1)
     assert ema.average.n_averaged == (4 if mode == 'fp16' else 6)
     learn.model.load_state_dict(ema.average.module.state_dict())
-
-
-def test_a_loss_in_fp32_serves_what_looks_into_losses():
-    "fastai sets `reduction`, or passes it."
-    for loss_func in (MSELossFlat(), F.mse_loss):
-        learn = run_recipe('class InFp32', my_loss=loss_func).learn.to_bf16()
-        assert len(learn.get_preds(with_loss=True)[2]) == len(Interpretation.from_learner(learn).losses) == 8
-    assert MSELossFlat().reduction == 'mean'
 
 
 # -- without a learner
