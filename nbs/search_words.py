@@ -128,7 +128,7 @@ WORDS = {
             'keep batchnorm fp32',
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad',
         'Fix overflows while training': 'on_overflow',
-        'Colab and Kaggle': 'Colab, Kaggle, Kaggle T4',
+        'Report on a laptop, train on Colab or Kaggle': 'Colab, Kaggle, Kaggle T4, train on Colab',
         'Inference, and turning mixed precision off':
             'inference, undo, switch off, disable, '
             'predict, predict after load_learner, change precision after loading, get_preds, '

@@ -1,6 +1,7 @@
 "The recipes of the manual, run as written."
 
 import re, sys
+from collections import OrderedDict
 from copy import deepcopy
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from fastxtend_amp import *
 from fastxtend_amp.precisions import PRECISIONS
 from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, params
-from helpers import same, spoil_at
+from helpers import python, same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
 BLOCKS = re.findall(r'```python\n(.*?)```', (NBS / 'recipes.md').read_text(), re.S)
@@ -68,7 +69,7 @@ def run_recipe(word, **names):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize(
     'block',
-    [b for b in BLOCKS if not re.search(r'trainer|\blit\b|8bit|to_fp8', b)],
+    [b for b in BLOCKS if not re.search(r'trainer|\blit\b|8bit|to_fp8|load_learner', b)],
     ids=lambda b: b.splitlines()[-1][:40],
 )
 def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
@@ -98,6 +99,24 @@ def test_an_ema_leaves_out_skipped_steps_and_lr_find(mode, opt, tmp_path):
     learn.fit(1)
     assert ema.average.n_averaged == (4 if mode == 'fp16' else 6)
     learn.model.load_state_dict(ema.average.module.state_dict())
+
+
+def test_a_model_goes_from_a_report_on_a_laptop_to_a_gpu_and_back_without_the_package(tmp_path):
+    "The steps as they stand, on a folder of pictures; the last one in a process that cannot import the package."
+    for i in range(12):
+        (tmp_path / 'ab'[i % 2]).mkdir(exist_ok=True)
+        PILImage.create(np.full((8, 8, 3), 20 * i, np.uint8)).save(tmp_path / 'ab'[i % 2] / f'{i}.png')
+    dls = ImageDataLoaders.from_folder(tmp_path, valid_pct=0.3, seed=0, bs=4, num_workers=0, device='cpu')
+    attn = nn.Sequential(nn.Linear(192, 8), nn.Linear(8, 2))
+    learn = learner(nn.Sequential(OrderedDict(flat=nn.Flatten(), attn=attn)), dls, CrossEntropyLossFlat())
+    learn.path = tmp_path
+    run_recipe("precision_report('fp16'", learn=learn)
+    run_recipe("'model.pkl'", learn=learn)
+    assert not learn.mixed_precision.skipped and learn.mixed_precision.fp32_module_names == ['attn']
+    (tmp_path / 'a' / '0.png').rename(tmp_path / 'photo.png')
+    at_home = next(b for b in BLOCKS if 'load_learner' in b)
+    done = python('-c', f"import sys; sys.modules['fastxtend_amp'] = None\n{at_home}", cwd=tmp_path)
+    assert done.stdout.startswith("('"), done.stderr
 
 
 # -- without a learner
