@@ -129,6 +129,7 @@ WORDS = {
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad',
         'Fix overflows while training': 'on_overflow',
         'Report on a laptop, train on Colab or Kaggle': 'Colab, Kaggle, Kaggle T4, train on Colab',
+        'Get the batch that failed': 'bad batch, which batch, find the batch',
         'Inference, and turning mixed precision off':
             'inference, undo, switch off, disable, '
             'predict, predict after load_learner, change precision after loading, get_preds, '

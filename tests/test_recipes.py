@@ -119,6 +119,21 @@ def test_a_model_goes_from_a_report_on_a_laptop_to_a_gpu_and_back_without_the_pa
     assert done.stdout.startswith("('"), done.stderr
 
 
+@pytest.mark.parametrize('mode, args', [('fp16', {}), ('bf16', {'skip_nonfinite': True})])
+def test_the_batch_that_failed_is_kept_and_the_weights_stay_good(mode, args, capsys):
+    good = run_recipe('class BadBatch', learn=learner()).bad
+    assert good.batch is None and not capsys.readouterr().out
+    skipping = learner(cbs=[mixed(mode, **args), spoil_at(3)])
+    bad = run_recipe('class BadBatch', learn=skipping).bad
+    assert torch.equal(bad.batch[0], dataset()[12:16][0]) and finite(skipping)
+    data = dataset()
+    data.tensors[0][9] *= 1e30
+    failing = learner(Attentive(), loaders(train=data), cbs=mixed(mode, **args))
+    bad = run_recipe('class BadBatch', learn=failing).bad
+    assert finite(failing)
+    assert torch.equal(bad.batch[0], data[8:12][0] if mode == 'bf16' else data[:4][0])
+
+
 # -- without a learner
 
 
