@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fastxtend_amp import *
 from fastxtend_amp.precisions import PRECISIONS
-from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, params
+from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, mlp, params
 from helpers import python, same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
@@ -132,6 +132,17 @@ def test_the_batch_that_failed_is_kept_and_the_weights_stay_good(mode, args, cap
     bad = run_recipe('class BadBatch', learn=failing).bad
     assert finite(failing)
     assert torch.equal(bad.batch[0], data[8:12][0] if mode == 'bf16' else data[:4][0])
+
+
+def test_pytorchs_dataloaders_are_enough_for_a_fit_but_not_for_an_export(tmp_path):
+    train, valid = (torch.utils.data.DataLoader(dataset(n), batch_size=4) for n in (24, 8))
+    learn = Learner(DataLoaders(train, valid), mlp(), F.mse_loss, opt_func=fused('AdamW'), path=tmp_path).to_fp16()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-3)
+    assert finite(learn) and len(learn.get_preds(dl=valid)[0]) == 8
+    for needs_new in (learn.get_preds, learn.export):
+        with pytest.raises(AttributeError, match="no attribute 'new'"):
+            needs_new()
 
 
 # -- without a learner
