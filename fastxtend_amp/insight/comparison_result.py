@@ -25,8 +25,10 @@ class PrecisionComparison(Shown):
     | `ms per step` | median in fp32; for others, that divided by the speed-up |
     | `speed-up`, `speed-up low`, `speed-up high` | speed relative to fp32: median of the rounds, 95% interval |
     | `loss`, `loss difference` | mean of the last fifth of the steps, and its difference from fp32 |
+    | `skipped`, `final scale` | skipped steps, and the loss scale after the last step (fp16) |
     | `peak MB` | the most that a step allocates on an accelerator |
     | `weights moved` | how far the weights moved per step, relative to fp32 |
+    | `note` | why a row failed or was dropped |
     """
     table: pd.DataFrame # One row per precision, memory format and choice of layers in fp32
     losses: dict[str, list[float]] # The loss of each step, by row
