@@ -61,8 +61,9 @@ def find_precision(
     word = _ALIASES.get(word, word)
     if word == Precision.name: return Precision
     if word in PRECISIONS: return PRECISIONS[word]
-    if word in _CALLS: raise ValueError(f'{name!r} is not a precision. Call `learn.{_CALLS[word]}`.')
-    raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}.")
+    known = f"one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}"
+    advice = f'With a learner, call `learn.{_CALLS[word]}`; otherwise use' if word in _CALLS else 'Use'
+    raise ValueError(f'{name!r} is not a precision. {advice} {known}.')
 
 
 # -- precisions
