@@ -33,6 +33,7 @@ from helpers import (
     set_support,
     told,
 )
+from models import layers
 from states import EVALUATIONS, Act, Gives, Times, Unpacks, blurred, lora
 
 
@@ -53,13 +54,8 @@ class OnceInf(nn.Module):
         return x * (math.inf if self.n == self.when and torch.is_autocast_enabled('cpu') else 1)
 
 
-def with_act(f):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), Act(f), nn.Linear(8, 1))
-
-
 def steep(factor):
-    return with_act(lambda h: Times.apply(h, factor))
+    return layers(Act(lambda h: Times.apply(h, factor)))
 
 
 def spoiled(which, value):
@@ -72,7 +68,7 @@ def spoiled(which, value):
 def lost():
     model = mlp()
     model[0].weight.data.fill_(math.nan)
-    return learner(model)
+    return model
 
 
 def mixes():
@@ -108,7 +104,7 @@ def small_at_first():
 def with_embedding():
     model = Attentive()
     model.other = nn.Embedding(2, 2)
-    return learner(model)
+    return model
 
 
 def picky(h):
@@ -125,8 +121,8 @@ class Shut(Callback):
         raise RuntimeError('shut')
 
 
-def times(factor):
-    return learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor)
+def times(factor, **kwargs):
+    return learner(loss_func=lambda p, y: F.mse_loss(p, y) * factor, **kwargs)
 
 
 def far_in_validation():
@@ -135,15 +131,14 @@ def far_in_validation():
 
 
 FP16, BF16 = 'learn.to_fp16()', 'learn.to_bf16()'
+by_sgd = lambda: learner(opt_func=OPTIMIZERS['sgd'])
 once_inf = lambda: learner(nn.Sequential(nn.Linear(6, 1), OnceInf(3)), opt_func=kahan())
 inf_in_low = lambda h: (h * 1e38 * 1e38).square() if torch.is_autocast_enabled('cpu') else h
-FAILS = {  # what makes the learner, the call, epochs, learning rate
-    'attention': (lambda: learner(Attentive()), FP16, 2),
+FAILS = {  # what makes the learner or its model, the call, epochs, learning rate
+    'attention': (Attentive, FP16, 2),
     'MixUp, and a dictionary': (mixes, FP16),
-    'a draw of dropout': (
-        lambda: learner(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), Act(picky), nn.Linear(8, 1))), FP16, 10,
-    ),
-    'backward pass': (lambda: learner(steep(1e9)), 'learn.to_fp16(init_scale=1024.0, max_skips=8)', 2),
+    'a draw of dropout': (lambda: layers(nn.Dropout(0.5), Act(picky)), FP16, 10),
+    'backward pass': (lambda: steep(1e9), 'learn.to_fp16(init_scale=1024.0, max_skips=8)', 2),
     'loss scale': (lambda: times(300), 'learn.to_fp16(init_scale=2.0**20, max_skips=3)'),
     'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
     'infinite at any scale': (lambda: CASES['ArcFace'].learner(8), FP16, 8, 1e-3),
@@ -151,37 +146,32 @@ FAILS = {  # what makes the learner, the call, epochs, learning rate
     'ordinary first skips': (lambda: times(30), 'learn.to_fp16(init_scale=2.0**18)', 3),
     'inputs': (lambda: spoiled(0, math.inf), BF16),
     'targets': (lambda: spoiled(1, math.nan), BF16),
-    'in fp32 as well': (lambda: learner(with_act(lambda h: (-h.square()).log())), FP16),
+    'in fp32 as well': (lambda: layers(Act(lambda h: (-h.square()).log())), FP16),
     'lost weights': (lost, BF16),
     'does not come back': (once_inf, BF16),
     'with weights that are bf16 in the fit': (once_inf, 'learn.to_bf16(master_weights=False)'),
-    **{
-        f'a learning rate far too high, {opt}, {mode}': (
-            lambda opt=opt: learner(opt_func=OPTIMIZERS[opt]), f'learn.to_{mode}(max_skips=4)', 4, 100.0,
-        )
-        for mode, opt in (('fp16', 'sgd'), ('bf16', 'sgd'), ('fp16', 'adam'))
-    },
-    'in the second batch': (
-        lambda: learner(linear(), loss_func=lambda p, y: F.mse_loss(p, y) * 1e6, opt_func=OPTIMIZERS['sgd']),
-        BF16, 1, 1e12,
-    ),
+    'a learning rate far too high, sgd, fp16': (by_sgd, 'learn.to_fp16(max_skips=4)', 4, 100.0),
+    'a learning rate far too high, sgd, bf16': (by_sgd, 'learn.to_bf16(max_skips=4)', 4, 100.0),
+    'a learning rate far too high, adam, fp16': (learner, 'learn.to_fp16(max_skips=4)', 4, 100.0),
+    'in the second batch': (lambda: times(1e6, model=linear(), opt_func=OPTIMIZERS['sgd']), BF16, 1, 1e12),
     'in validation': (far_in_validation, BF16, 1, 1e4),
     'a loss below 0 that falls is no divergence': (below_0, 'learn.to_fp16(init_scale=1024.0)', 1, 0.1),
     'nor is a first loss that is small by chance': (small_at_first, 'learn.to_fp16(init_scale=1024.0)'),
     'modules in fp32 stay': (with_embedding, 'learn.to_fp16(fp32_modules=nn.Embedding, max_skips=7)'),
-    'a frozen base in bf16': (lambda: learner(lora(torch.bfloat16, inf_in_low)), BF16),
+    'a frozen base in bf16': (lambda: lora(torch.bfloat16, inf_in_low), BF16),
     'cannot be copied': (lambda: learner(Attentive(), cbs=Shut()), FP16),
 }  # fmt: skip
 ON_DEVICE = {
-    'the loss': (lambda: learner(Attentive()), 'learn.to_fp16(init_scale=16.0)'),
-    'skipped steps': (lambda: learner(steep(1e12)), 'learn.to_fp16(init_scale=16.0, max_skips=4)'),
+    'the loss': (Attentive, 'learn.to_fp16(init_scale=16.0)'),
+    'skipped steps': (lambda: steep(1e12), 'learn.to_fp16(init_scale=16.0, max_skips=4)'),
     'the batch before': (lambda: spoiled(0, math.nan), BF16),
 }
 SEVERAL = {'attention': FAILS['attention'], 'inputs': FAILS['inputs']}
 
 
 def started(make, call):
-    learn = make()
+    made = make()
+    learn = learner(made) if isinstance(made, nn.Module) else made
     exec(call, {'learn': learn, 'nn': nn})
     torch.manual_seed(5)
     return learn
@@ -259,7 +249,7 @@ def test_a_validation_loss_that_is_not_finite_where_predictions_are():
     assert told(lambda: EVALUATIONS['get_preds without targets'](masked), 'validation') == []
 
 
-@pytest.mark.parametrize('mode, make', [('to_fp16', Attentive), ('to_bf16', lambda: with_act(inf_in_low))])
+@pytest.mark.parametrize('mode, make', [('to_fp16', Attentive), ('to_bf16', lambda: layers(Act(inf_in_low)))])
 def test_raise_stops_before_the_step(mode, make):
     learn = getattr(learner(make()), mode)(on_overflow='raise')
     before = params(learn)
@@ -301,8 +291,7 @@ def test_training_goes_on_as_if_nobody_had_looked(opt, acc):
     "A model with dropout and batch norm whose third call overflows: with and without the diagnosis the same bits."
 
     def train(on_overflow):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), OnceInf(3), nn.Linear(8, 1))
+        model = layers(nn.BatchNorm1d(8), nn.Dropout(0.3), OnceInf(3))
         learn = learner(model, opt_func=OPTIMIZERS[opt], cbs=GradientAccumulation(acc))
         learn.to_fp16(init_scale=1024.0, on_overflow=on_overflow)
         torch.manual_seed(1)
