@@ -245,7 +245,8 @@ class OnTwo(nn.ModuleList):
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 def test_a_model_on_two_devices_skips_the_whole_step(opt, order, device, sim):
     "A gradient on the first device is spoilt."
-    weights, model = [], OnTwo(nn.Linear(6, 1).to(d) for d in (device, CPU)[::order])
+    weights = []
+    model = OnTwo(nn.Linear(6, 1).to(d) for d in (device, CPU)[::order])
     look = At('after_batch', lambda l: l.training and weights.append(params(l)), 20)
     learn = build('fp16', opt, model=model, cbs=[spoil_at(3), look])
     learn.fit(1, 0.01)

@@ -184,7 +184,8 @@ def overflows():
     first = nn.Linear(6, 64)
     nn.init.zeros_(first.weight)
     first.bias.data = torch.linspace(0, 1e5, 64)
-    return nn.Sequential(first, Act(lambda h: h / 0.9), Act(lambda h: h.mean(-1, keepdim=True) / 1e5), nn.Linear(1, 1))
+    mean = Act(lambda h: h.mean(-1, keepdim=True) / 1e5)
+    return nn.Sequential(first, Act(lambda h: h / 0.9), mean, nn.Linear(1, 1))
 
 
 def times(factor):
