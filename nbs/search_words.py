@@ -23,7 +23,7 @@ WORDS = {
             'regression, forecasting, reinforcement learning'},
     '03_gpus_compile_xla': {
         'Several GPUs (DDP)': 'multi GPU, multi-GPU, multiple GPUs, DDP, distributed, distributed training, '
-                                         'notebook_launcher, Kaggle two T4, two GPUs, accelerate launch',
+                                         'two GPUs, Kaggle two T4, accelerate launch',
         'FSDP2': 'FSDP, fully_shard',
         'DataParallel': 'DataParallel, to_parallel',
         'torch.compile': 'compile, inductor',

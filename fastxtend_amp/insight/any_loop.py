@@ -78,8 +78,8 @@ def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs an
     if by_name and isinstance(batch, Mapping): return dict(batch), ()
     size = len(batch) if isinstance(batch, (tuple, list)) else 0
     if not by_name and size > 1: return tuple(batch)             # of a named tuple as well
-    what = type(batch).__name__ + (f' of {size}' if size else '')
-    raise TypeError(f'batches: batch {i} is a {what}. {_DICTS if by_name else _TUPLES}')
+    what = type(batch).__name__ + (f' of length {size}' if size else '')
+    raise TypeError(f'batches: batch {i} cannot be used ({what}). {_DICTS if by_name else _TUPLES}')
 
 
 def _loss(output, _):

@@ -191,7 +191,8 @@ class Plan:
 
     def _result(self, rounds, seeds, choices):
         n, base, trials = rounds.n_compared, rounds.base, rounds.trials
-        table = pd.DataFrame([_row(trial, base, n) for trial in trials.values()], index=[*trials])
+        rows = [_row(trial, base, n) for trial in trials.values()]
+        table = pd.DataFrame(rows, index=[*trials])
         tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in seeds])
         changes = {name: (choice.precision.scales_loss, len(choice.changes)) for name, choice in choices.items()}
         seconds = None if rounds.is_short else self.max_seconds - min(0, rounds.left)

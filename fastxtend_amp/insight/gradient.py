@@ -83,7 +83,7 @@ def gradient_distance(
                 mean += change / distance.n
                 squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
     if distance.lost: return distance
-    if not squares: raise ValueError('it takes two batches whose gradients differ')
+    if not squares: raise ValueError('that needs two batches whose gradients differ')
     noise = math.sqrt(squares / (distance.n - 1) / distance.n)
     distance.ratio = float(mean[1].norm()) / noise
     return distance

@@ -150,8 +150,8 @@ def _equal_in(dtype, t): # '257 and 258'
     # Larger numbers may be equal in fp32 already.
     if not ((t == t.round()) & (t.abs() < 2**24)).all(): return ''
     t = t.unique()
-    equal = torch.stack([t[:-1], t[1:]], dim=1)[t.to(dtype).diff() == 0].tolist()
-    return f'{equal[0][0]:.9g} and {equal[0][1]:.9g}' if equal else ''
+    first = (t.to(dtype).diff() == 0).nonzero().flatten()[:1]    # of a pair that becomes equal
+    return ' and '.join(f'{float(n):.9g}' for i in first for n in t[i:i + 2])
 
 
 # -- constants that 16 bits round to 0, 1 or -1, such as the epsilon of a division, or to infinity, as those of masks

@@ -92,8 +92,7 @@ def _gradients(sample, judges):
         if n := len(distance.lost):
             yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules were '
                    'judged on one of these batches as well.')
-    errors = [f'{name}: {distance.error}' for name, distance in distances.items() if distance.error]
-    if errors: yield f'Not all gradients were compared with fp32: {errors[-1]}.'
+        if distance.error: yield f'{name}: gradients were not compared with fp32: {distance.error}.'
     again = next((distance.losses[:1] for distance in distances.values()), [])
     for loss, other in zip(sample.reference.losses, again):
         if abs(loss - other) > _DETERMINISTIC * abs(loss):

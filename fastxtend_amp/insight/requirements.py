@@ -22,7 +22,7 @@ def check_learner(
         raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
-                         'Call `learn.unfreeze()`, or `requires_grad_()` on a module, first.')
+                         'First call `requires_grad_()` on a module, or `learn.unfreeze()`.')
     if double := [name for name, p in learn.model.named_parameters() if p.dtype is torch.float64]:
         raise ValueError(f"{method} does not support float64: '{double[0]}' would stay in it, in autocast as well.\n"
                          'Convert the model with `.float()`.')
