@@ -80,4 +80,4 @@ def autocast_refusal(device_type: str, dtype: torch.dtype) -> str: # '' if it is
             with autocast_restored(device_type), torch.autocast(device_type, dtype=dtype):
                 if torch.is_autocast_enabled(device_type): return ''
         except (RuntimeError, AssertionError) as e: return first_line(e)
-    return ' '.join(str(w.message).splitlines()[0] for w in caught)
+    return ' '.join(str(w.message).splitlines()[0] for w in caught) or 'its autocast stays off'

@@ -61,7 +61,7 @@ def precision_report(
         report = learn.precision_report(dl=drawn, n_batches=n_batches, precisions=precisions, max_seconds=max_seconds,
                                         device=device)
     if any(p.requires_grad and is_half(p) for p in model.parameters()):
-        report.notes.append('Trainable 16-bit weights were taken as fp32: call `model.float()` before training.')
+        report.notes.append('Trainable 16-bit weights were treated as fp32: call `model.float()` before training.')
     for verdict in report.verdicts.values():
         verdict.next = _Arguments(verdict.next.precision) if isinstance(verdict.next, Choice) else ''
     return report

@@ -18,12 +18,13 @@ from ..messages import check_above_0, check_integer
 from ..precisions import find_precision
 from .choices import Choice, native_precisions, to_compare
 from .comparison_result import PrecisionComparison
-from .copies import loader_like, note_of_left_out
+from .copies import note_of_left_out
 from .display import progress_bar
 from .random_states import random_state_kept
 from .recommendation import COLUMNS, Speed, last_fifth, recommend, tolerance
 from .requirements import check_learner, no_batch
 from .rounds import Rounds
+from .running import loader_like
 from .trial import Trial
 from .values import tensors
 

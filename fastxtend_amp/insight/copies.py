@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from fastai.callback.core import Callback
 from fastai.callback.hook import HookCallback
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
 from torch import nn
@@ -111,7 +110,7 @@ def _copy(learn, optimizer):
 def _copied(x, memo):
     """Deep-copy `x`. Of a function, which may replace a method, copy the model in its closure as well.
 
-    Anything else in a closure is shared, as hooks and callbacks may refer to it, too.
+    Anything else in a closure is shared, because hooks and callbacks may refer to it.
     """
     if not isinstance(x, FunctionType) or not x.__closure__ or uncompiled(x) is not x: return deepcopy(x, memo)
     if id(x) in memo: return memo[id(x)]                         # it may refer to itself
@@ -166,19 +165,3 @@ def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
     names = [cb.name for cb in learn.cbs if is_users(type(cb)) and not runs_on_copy(cb)]
     return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
             'attribute `run_on_copy = True`.'] if names else []
-
-
-# -- the batches of a copy
-
-def loader_like(
-    dl: DataLoader, # fastai's, or PyTorch's
-) -> DataLoader: # Another one on the same dataset
-    """Return a copy of `dl` with the same dataset, so that drawing batches does not change the order of `dl`.
-
-    A `DistributedDL` would wait for all processes, so the loader inside is used. A loader that cannot be copied is
-    returned as is.
-    """
-    if type(dl).__name__ == 'DistributedDL': dl = dl.dl
-    dataset = getattr(dl, 'dataset', None)
-    try: return deepcopy(dl, {id(dataset): dataset})
-    except Exception: return dl

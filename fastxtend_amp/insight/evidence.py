@@ -1,11 +1,10 @@
-"""The evidence in recorded batches, as sentences, numbers and tables.
+"""The evidence in recorded batches, as sentences and numbers.
 
 What is wrong in fp32, which modules 16 bits harm and why, and the loss scales that work.
 """
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import pandas as pd
 import torch
 from fastcore.basics import first
 from torch import nn
@@ -14,7 +13,6 @@ from ..precisions.matching import covers
 from .display import some
 from .observers import LOSS, named
 from .recording import Recording
-from .report_result import Verdict
 from .values import n_nan_or_inf, readable, relative_error
 
 CLOSE = 4.              # headroom below which a module is flagged
@@ -129,29 +127,3 @@ def prediction_error(run: Recording) -> float: # nan if unknown
     pairs = zip(run.predictions, run.reference.predictions)
     errors = (relative_error(p, exact) for p, exact in pairs if p.shape == exact.shape)
     return max((e for e in errors if e >= 0), default=math.nan)
-
-
-# -- the table, whose columns `PrecisionReport` documents
-
-_COLUMNS = 'precision module type format largest headroom error grad underflow flagged'.split()
-
-
-def table_of(
-    runs: Iterable[Recording | None], # One of each precision; None if it cannot run
-    verdicts: Mapping[str, Verdict], # By precision
-) -> pd.DataFrame:
-    "Return the table of modules."
-    rows = (row for run in runs if run for row in _rows(run, verdicts[run.precision.name].flagged))
-    return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-def _rows(run, flagged):
-    name, limit = run.precision.name, torch.finfo(run.precision.dtype).max
-    for m in run.modules.values():
-        in_fp32, is_flagged = m.reference, m.name in flagged
-        if not (in_fp32.largest or is_flagged): continue         # it computes nothing
-        headroom = limit / m.largest_half if m.largest_half else math.inf
-        if m.is_after and m.is_half and not m.failed: headroom = math.nan
-        underflow = max(m.n_zeros - in_fp32.n_zeros, 0) / max(in_fp32.n_grads, 1)
-        yield (name, m.name, m.type, name if m.is_half else 'fp32', in_fp32.largest or m.largest, headroom,
-               math.inf if m.failed else m.error, in_fp32.grad or math.nan, underflow, is_flagged)

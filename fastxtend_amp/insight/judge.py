@@ -61,7 +61,7 @@ class Judge:
         self.learn = self.sample.learn
         self.modules = dict(qualified_names(self.learn.model))
         self.distance: GradientDistance | None = None            # as measured first, for the notes
-        self.found = list[str]()                                 # the reason of the verdict
+        self.sentences = list[str]()                             # the reason of the verdict
         self._begin(self.sample)
 
     def _begin(self, sample):
@@ -75,7 +75,7 @@ class Judge:
         try: return self._search()
         except OutOfTime as e:
             words, call = e.args
-            self.found.append(words)
+            self.sentences.append(words)
             return self._verdict('not known', next=call, modules=self.keep)
 
     def _search(self):
@@ -83,25 +83,25 @@ class Judge:
             run = self._run(self.keep)
             harmed = harm(run, self.modules)
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
-            self.found = [self._about_modules(run)]
+            self.sentences = [self._about_modules(run)]
             if harmed or run.error or run.not_finite:
                 if self._try_next(run, harmed): continue
                 return self._nothing_helps(run)
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
             if distance.fails:
-                self.found = [f'the model does not run in {self.kind.name}: {distance.fails}']
+                self.sentences = [f'the model does not run in {self.kind.name}: {distance.fails}']
                 return self._verdict('cannot run')
             ratio = distance.ratio                               # nan if it is unknown
-            if ratio == math.inf: self.found.append('gradients of some batches are finite only in fp32')
+            if ratio == math.inf: self.sentences.append('gradients of some batches are finite only in fp32')
             elif ratio >= 0:
-                self.found.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or more '
-                                  'may matter)')
+                self.sentences.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or '
+                                      'more may matter)')
             seen = self.sample.batches
             other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
             if not other: return self._conclude(run, scales, init_scale, ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
-        self.found = [self.sample.wrong]
+        self.sentences = [self.sample.wrong]
         return self._verdict('not known')
 
     def _run(self, keep):
@@ -123,7 +123,7 @@ class Judge:
         return first(run for run in self.runs if not run.error)
 
     def _verdict(self, verdict, **fields):
-        reason = '; '.join(self.found)
+        reason = '; '.join(self.sentences)
         return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **fields)
 
     # -- something is flagged, or the run failed
@@ -182,9 +182,9 @@ class Judge:
 
     def _nothing_helps(self, run):
         if run.error: return self._verdict('cannot run')
-        self.found[0] += ', and no module in fp32 changes that'
+        self.sentences[0] += ', and no module in fp32 changes that'
         if self.reasons.keys() - self.modules.keys() or ROOT in self.reasons:
-            self.found[0] += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
+            self.sentences[0] += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
         return self._verdict('do not use')
 
     # -- nothing is flagged any more
@@ -200,9 +200,9 @@ class Judge:
             scale = max(least, most / MARGIN)
             init_scale = int(scale) if scale >= 1 else scale
         margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < most else ''
-        self.found.append(f'loss scales from {least:,.9g} to {most:,.9g} work{margin}')
+        self.sentences.append(f'loss scales from {least:,.9g} to {most:,.9g} work{margin}')
         if init_scale and init_scale < 1:
-            self.found.append('the gradients are very large, so normalize inputs, targets or the loss')
+            self.sentences.append('the gradients are very large, so normalize inputs, targets or the loss')
         return (least, most), init_scale
 
     def _distance(self, keep, init_scale):
@@ -234,8 +234,8 @@ class Judge:
         names = few_that_help(tried, helps)
         words = some(map(named, names)) or 'no module that was tried'
         if len(names) > 1 and names == tried: names, words = [], 'only all modules'
-        self.found.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some such '
-                          'models train as well as in fp32')
+        self.sentences.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some '
+                              'such models train as well as in fp32')
         self.reasons |= dict.fromkeys(names, '')                 # they are flagged as well
         self._keep(names)
         return bool(names)

@@ -18,16 +18,15 @@ from ..messages import check_above_0, check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
 from .choices import Choice, own_precision
-from .copies import loader_like
 from .display import progress_bar
-from .evidence import table_of
 from .gradient import N_BATCHES
 from .judge import Judge, OutOfTime
 from .observers import named
 from .random_states import random_state_kept
 from .report_notes import notes
-from .report_result import PrecisionReport, Verdict
+from .report_result import PrecisionReport, Verdict, table_of
 from .requirements import check_learner, no_batch
+from .running import loader_like
 from .sample import Sample
 from .values import n_items
 

@@ -1,8 +1,11 @@
 "The result of `Learner.precision_report`: verdicts, tables, notes and a plot."
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
+import torch
 
 from ..precisions.fp16 import FP16
 from ..tensors import FP16_LARGEST, FP16_NORMAL
@@ -106,3 +109,29 @@ class PrecisionReport(Shown):
             rows = table.sort_values(['flagged', 'error'], ascending=False)[:10]
             yield f'{name}: the {len(rows)} most critical of {len(table)} modules; `report.table` has all'
             yield rows.drop(columns=['precision', 'grad', 'underflow']).set_index('module').rename_axis(None)
+
+
+# -- the table, whose columns `PrecisionReport` documents
+
+_COLUMNS = 'precision module type format largest headroom error grad underflow flagged'.split()
+
+
+def table_of(
+    runs: Iterable[Any], # `Recording`s, one of each precision; None if it cannot run
+    verdicts: Mapping[str, Verdict], # By precision
+) -> pd.DataFrame:
+    "Return the table of modules."
+    rows = (row for run in runs if run for row in _rows(run, verdicts[run.precision.name].flagged))
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _rows(run, flagged):
+    name, limit = run.precision.name, torch.finfo(run.precision.dtype).max
+    for m in run.modules.values():
+        in_fp32, is_flagged = m.reference, m.name in flagged
+        if not (in_fp32.largest or is_flagged): continue         # it computes nothing
+        headroom = limit / m.largest_half if m.largest_half else math.inf
+        if m.is_after and m.is_half and not m.failed: headroom = math.nan
+        underflow = max(m.n_zeros - in_fp32.n_zeros, 0) / max(in_fp32.n_grads, 1)
+        yield (name, m.name, m.type, name if m.is_half else 'fp32', in_fp32.largest or m.largest, headroom,
+               math.inf if m.failed else m.error, in_fp32.grad or math.nan, underflow, is_flagged)

@@ -1,12 +1,14 @@
 "Batches on a copy of a learner: the fit they are part of, and runs forward and backward in which no step is taken."
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from fastai.callback.core import (Callback, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelTrainException)
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
 from torch.nn import functional as F
@@ -24,6 +26,20 @@ from .choices import Choice
 from .copies import copied_learner
 
 _ENDS = CancelFitException, CancelEpochException, CancelTrainException   # exceptions that end a fit, or a part of it
+
+
+def loader_like(
+    dl: DataLoader, # fastai's, or PyTorch's
+) -> DataLoader: # Another one on the same dataset
+    """Return a copy of `dl` with the same dataset, so that drawing batches does not change the order of `dl`.
+
+    A `DistributedDL` would wait for all processes, so the loader inside is used. A loader that cannot be copied is
+    returned as is.
+    """
+    if type(dl).__name__ == 'DistributedDL': dl = dl.dl
+    dataset = getattr(dl, 'dataset', None)
+    try: return deepcopy(dl, {id(dataset): dataset})
+    except Exception: return dl
 
 
 def begin_fit(

@@ -3,5 +3,5 @@ from .bf16 import BF16
 from .fp16 import FP16
 from .tf32 import TF32
 from .fp8 import FP8
-from .base import (PRECISIONS, AMPMode, Precision, Support, automatic_precision, fastest_native, find_precision,
+from .base import (PRECISIONS, AMPMode, Precision, Support, fastest_native, find_precision,
                    followers, parameters_of)

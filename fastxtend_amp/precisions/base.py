@@ -85,7 +85,7 @@ class Precision:
     color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
     state_key: ClassVar[str] = '' # Where a file's optimizer state keeps `state_dict`; by default the name
-    slowdown: ClassVar[int] = 0 # Times that of fp32, at most, where a CPU emulates it; 0 if that was not measured
+    slowdown: ClassVar[int] = 0 # Largest one that was measured on a CPU that emulates it; 0 if none was
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     arguments: dict[str, Any] # Of its constructor, by name, defaults included
@@ -154,8 +154,8 @@ class Precision:
         support = self.support(device)
         if support.status != 'unsupported': return
         other = fastest_native(device, [self.name])
-        raise ValueError(f"{self.name} does not run on device '{device}': {support.why}.\n"
-                         f"On this device, use `learn.to_{other.name}()`.")
+        advice = '' if facts.missing(device) else f'\nOn this device, use `learn.to_{other.name}()`.'
+        raise ValueError(f"{self.name} does not run on device '{device}': {support.why}.{advice}")
 
     # -- what training needs; overridden by precisions that need more
 
@@ -168,7 +168,8 @@ class Precision:
         return match_modules(model, self.fp32_modules)
 
     def prepare(self, learn: Learner) -> None:
-        "Change model and optimizer permanently, before training."
+        "Check, and change permanently, what only training needs. Raises `ValueError` for what cannot be trained."
+        if self.flat_master: check_flat(learn)
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 
     def rounding(self, model: nn.Module) -> dict[str, Rounding]:
@@ -182,10 +183,6 @@ class Precision:
     def around_fit(self, model: nn.Module) -> list[Any]:
         "Return contexts for a whole fit or validation."
         return [replaced_forwards(self.kept_in_fp32(model), Fp32Forward)]
-
-    def check_training(self, learn: Learner) -> None:
-        "Raise a `ValueError` if model and optimizer cannot be trained in this precision."
-        if self.flat_master: check_flat(learn)
 
     def around_training(self, learn: Learner) -> list[Any]:
         "Return contexts from the first batch of a fit that trains to its end."
@@ -243,7 +240,7 @@ def _as_code(value: Any, name: str) -> str:
         is_torchs = getattr(nn, value.__name__, None) is value
         return f'nn.{value.__name__}' if is_torchs else value.__name__
     code = value.__name__ if inspect.isfunction(value) else repr(value)
-    return name if code.startswith('<') or isinstance(value, nn.Module) else code
+    return name if '<' in code or isinstance(value, nn.Module) else code
 
 
 # -- support by devices
@@ -275,23 +272,7 @@ def fastest_native(
     return next((cls for cls in left if cls.support(device).status == 'native'), Precision)
 
 
-# -- what `to_amp` selects, and what several precisions use
-
-def automatic_precision(
-    device: torch.device,
-    **arguments: Any, # Of any precision that it may select: all are checked, and the selected one gets its own
-) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
-    "Return the fastest precision that `device` runs natively, with these arguments."
-    built, unknown = {Precision: Precision()}, {*arguments}
-    for cls in PRECISIONS.values():
-        if not cls.automatic: continue
-        accepted = arguments.keys() & parameters_of(cls)
-        built[cls] = cls(**{name: arguments[name] for name in accepted})
-        unknown -= accepted
-    Precision(**dict.fromkeys(unknown & PRECISIONS.keys()))      # raises `TypeError`: another method has that name
-    if unknown: raise TypeError(f'learn.to_amp() got an unexpected keyword argument {min(unknown)!r}')
-    return built[fastest_native(device)]
-
+# -- what several precisions use
 
 def static_scaler(device: str, scale: float) -> GradScaler:
     "Return a `GradScaler` whose scale never changes: it only skips steps whose gradients are not finite."

@@ -70,11 +70,8 @@ class BF16(Precision):
         self.skip_nonfinite, self.master_weights, self.flat_master = skip_nonfinite, master_weights, flat_master
 
     def prepare(self, learn: Learner) -> None:
-        if self.master_weights: super().prepare(learn)           # otherwise 16-bit weights stay what they are
-
-    def check_training(self, learn: Learner) -> None:
-        super().check_training(learn)
-        if not self.master_weights: check_bf16_weights(learn)
+        if self.master_weights: super().prepare(learn)
+        else: check_bf16_weights(learn)                          # 16-bit weights stay what they are
 
     def around_training(self, learn: Learner) -> list[Any]:
         if self.master_weights: return []

@@ -96,12 +96,12 @@ class FP16(Precision):
         self.first_state = self.newest.state_dict()              # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 
-    def check_training(self, learn: Learner) -> None:
-        super().check_training(learn)
+    def prepare(self, learn: Learner) -> None:
         names = [name for name, p in learn.model.named_parameters() if p.requires_grad and p.is_complex()]
         if names and self.first_state:
             raise ValueError(f"fp16 cannot scale gradients of complex parameters, such as '{names[0]}': PyTorch's "
                              'GradScaler does not support them.\nUse `learn.to_bf16()`.')
+        super().prepare(learn)
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
@@ -118,7 +118,7 @@ class FP16(Precision):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from the scale and the growth tracker in `state`; None resets them. The arguments stay.
 
-        Ignored with a fixed loss scale or `enabled=False`, with a warning if the scale in `state` is another one. A
+        Ignored with a fixed loss scale or `enabled=False`, with a warning if the scale in `state` differs. A
         scale below 2**-24, the smallest number of fp16, is replaced by the first one; version 0.4 could save 0. Raises
         `ValueError` for a state that is not complete, and for a scale that is not finite or below 0.
         """

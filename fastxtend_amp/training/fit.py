@@ -35,7 +35,6 @@ class Fit(ExitStack):
         precision.check_device(device)
         precision.check(learn.model)
         if trains:
-            precision.check_training(learn)
             precision.prepare(learn)                             # before a distributed trainer wraps the model
         self.warn_of_emulation()
         self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`

@@ -10,7 +10,7 @@ _ROOM = FP16_LARGEST / 16  # leaves room for gradients to grow 16-fold
 
 
 class LowScale:
-    "Looks whether the scale of a fit is low, and mends it."
+    "Detects a loss scale that skipped steps have driven below 1, and raises it."
     has_warned = False
 
     def __init__(self,
@@ -19,14 +19,14 @@ class LowScale:
         first_scale: float, # Of the precision
     ):
         self.scaler, self.history, self.first_scale = scaler, history, first_scale
-        self.lowest_normal = min(1., first_scale)                # a lower one is due to skips
+        self.threshold = min(1., first_scale)                # a lower one is due to skips
 
     @property
     def is_low(self) -> bool:
         "True if the newest scale that the host knows is low."
-        return self.history.known_scale < self.lowest_normal
+        return self.history.known_scale < self.threshold
 
-    def mend(self,
+    def raise_scale(self,
         largest: float | None, # The largest gradient, of a good step at a low scale; None after a skipped one
     ) -> None:
         """Raise a low scale; below 2**-24, where no step is good, start again.
@@ -36,9 +36,9 @@ class LowScale:
         clip(2**floor(log2(65504 / 16 / largest)), scale, most).
         """
         scale = new = self.scaler.get_scale()
-        if scale < self.lowest_normal:
+        if scale < self.threshold:
             good = self.history.read().highest_good
-            most = min(self.first_scale, good) if good >= self.lowest_normal else self.first_scale
+            most = min(self.first_scale, good) if good >= self.threshold else self.first_scale
             if scale < FP16_SMALLEST or largest == 0: new = most
             elif largest:
                 fits = 2. ** math.floor(math.log2(_ROOM / largest))

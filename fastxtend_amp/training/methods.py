@@ -13,7 +13,7 @@ from fastcore.meta import delegates
 from ..compat import backward_without_autocast
 from ..learners import inner_optimizer, loaded_states, training_device
 from ..messages import check_argument, check_bool
-from ..precisions import (PRECISIONS, AMPMode, Precision, automatic_precision, find_precision, followers,
+from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, followers,
                           parameters_of)
 from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
@@ -100,7 +100,7 @@ def to_amp(self: Learner, *,
     if max_seconds is not None: raise TypeError('to_amp(): max_seconds needs measure=True.')
     device = training_device(self)
     options = _pop_options(kwargs)
-    precision = automatic_precision(device, **kwargs)
+    precision = _automatic_precision(device, **kwargs)
     cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
     match_modules(self.model, kwargs.get('fp32_modules'))
     if type(precision) is Precision:
@@ -108,9 +108,26 @@ def to_amp(self: Learner, *,
         return self.to_fp32()
     set_precision(self, cb)
     print(f"to_amp: {precision.name}, which '{device}' runs natively ({precision.support(device).why}).")
+    if unused := sorted(kwargs.keys() - precision.arguments): print(f"{precision.name} has no {', '.join(unused)}.")
     if device.type == 'cpu':
         print('Small models may be faster in fp32 on a CPU: `learn.to_amp(measure=True)` finds out.')
     return self
+
+
+def _automatic_precision(
+    device: torch.device,
+    **arguments: Any, # Of any precision that it may select: all are checked, and the selected one gets its own
+) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
+    "Return the fastest precision that `device` runs natively, with those of the arguments that it has."
+    built, unknown = {Precision: Precision()}, {*arguments}
+    for cls in PRECISIONS.values():
+        if not cls.automatic: continue
+        accepted = arguments.keys() & parameters_of(cls)
+        built[cls] = cls(**{name: arguments[name] for name in accepted})
+        unknown -= accepted
+    Precision(**dict.fromkeys(unknown & PRECISIONS.keys()))      # raises `TypeError`: another method has that name
+    if unknown: raise TypeError(f'learn.to_amp() got an unexpected keyword argument {min(unknown)!r}')
+    return built[fastest_native(device)]
 
 
 # `to_tf32` has no arguments but the options.

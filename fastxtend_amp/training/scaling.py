@@ -137,7 +137,7 @@ class Scaling:
         # The scale may have changed if the tracker is 0, or None.
         scale = self.history.next_scale if self.tracker else self.scaler._scale.to(self.device, copy=True)
         self.history.add(step.found_inf, scale)
-        if step.host_skips or step.largest is not None: self.low_scale.mend(step.largest)
+        if step.host_skips or step.largest is not None: self.low_scale.raise_scale(step.largest)
 
     def cancel(self) -> None:
         "End a step that another callback cancelled: scale and growth tracker stay."

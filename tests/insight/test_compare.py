@@ -4,6 +4,7 @@
 """
 
 import math, time
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -517,3 +518,4 @@ def test_depthwise_and_grouped_convolutions():
     own = type('Embedding', (nn.Module,), {})  # not that of nn
     call = "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, Embedding, 'a'])"
     assert repr(BF16(fp32_modules=[is_depthwise, nn.LayerNorm, own, 'a'])) == call
+    assert repr(BF16(fp32_modules=partial(is_depthwise))) == 'learn.to_bf16(fp32_modules=fp32_modules)'

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
 from fastxtend_amp.insight.choices import Choice
-from fastxtend_amp.insight.copies import copied_learner, loader_like
+from fastxtend_amp.insight.copies import copied_learner
 from fastxtend_amp.insight.requirements import check_learner
-from fastxtend_amp.insight.running import begin_fit
+from fastxtend_amp.insight.running import begin_fit, loader_like
 from fastxtend_amp.precisions import FP16, Precision
 from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, set_support
 from states import ASK, InStep, bits, language_model, rich, shuffled

@@ -84,6 +84,13 @@ def test_parameters_that_autocast_leaves_alone_are_named_once():
         learn.to_fp16().fit(1)
 
 
+def test_a_device_that_is_missing_gets_no_advice_on_precisions(monkeypatch):
+    monkeypatch.setattr('fastxtend_amp.devices.facts.missing', lambda device: 'it is not there')
+    with pytest.raises(ValueError) as e:
+        find_precision('bf16')().check_device(torch.device('mps'))
+    assert str(e.value) == "bf16 does not run on device 'mps': it is not there."
+
+
 class Fills(nn.Linear):
     def forward(self, x):
         return super().forward(x).masked_fill(x[:, :1] > 0, -1e9).float()

@@ -267,11 +267,12 @@ def test_channels_last():
 
 
 @pytest.mark.parametrize('native', [('bf16', 'fp16'), ('fp16',), ()])
-def test_to_amp_is_the_first_native_one(native, monkeypatch):
+def test_to_amp_is_the_first_native_one(native, monkeypatch, capsys):
     "It accepts the arguments of the others."
     set_support(monkeypatch, lambda name: 'native' if name in native else 'emulated')
     to = [*native, 'fp32'][0]
     learn = learner().to_amp(loss_scale=256.0)
+    assert ('bf16 has no loss_scale.' in capsys.readouterr().out) == (to == 'bf16')
     dtypes = output_dtypes(learn)
     learn.fit(1)
     assert {*dtypes} == {TO[to].dtype or FP32}
