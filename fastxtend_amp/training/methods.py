@@ -180,11 +180,11 @@ def precision_as(self: Learner,
     """
     new = precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision)
     own, states = precision_callback(self), loaded_states(self)
-    loaded, self.loaded_precision = {**states}, states
+    loaded = {**states}
     if own is not None and own.in_batch: raise RuntimeError('precision_as() cannot be used in a batch.')
     fastais = [cb for cb in self.cbs if isinstance(cb, PRECISION_CALLBACKS) and cb is not own]
+    set_precision(self, None if type(new.precision) is Precision else new)
     try:
-        set_precision(self, None if type(new.precision) is Precision else new)
         if own: states = self.loaded_precision = {**states, own.precision.state_key: own.state_dict()}   # for `save`
         yield self
     finally:

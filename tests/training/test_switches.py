@@ -317,6 +317,19 @@ def test_precision_as_nests_and_ends_after_an_exception():
     assert learn.mixed_precision.amp_mode == 'bf16'
 
 
+def test_precision_as_that_raises_an_error_in_a_fit_changes_nothing():
+    def wrong(l):
+        with pytest.raises(ValueError), l.precision_as(MixedPrecision('bf16', fp32_modules='no module')):
+            pass
+        seen.append((len(l.mixed_precision.parts), l.mixed_precision.fit))
+
+    seen = []
+    learner().to_fp16(init_scale=256.0).fit(
+        1, cbs=[At('before_epoch', lambda l: seen.append((2, l.mixed_precision.fit))), At('after_epoch', wrong, 70)]
+    )
+    assert seen[0] == seen[1]
+
+
 def test_precision_as_gives_back_fastais_callbacks():
     learn = learner().to_non_native_fp16()
     names = [cb.name for cb in learn.cbs]
