@@ -11,7 +11,7 @@ from importlib.util import find_spec as _find_spec
 from .precisions import AMPMode, Precision, Support
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
-from .training import methods as _methods
+from .training import channels_last as _channels_last, methods as _methods
 from .training.checkpoint import load_learner
 from .training.metrics import LossScaleMetric, SkippedStepsMetric
 from .training.optimizers import fused, kahan

@@ -23,7 +23,7 @@ _BAD = 'Check the data: no precision can train on these values'
 class Alarm(NamedTuple):
     "A sign that training failed, and the step it was seen in."
     what: str
-    kind: type[Precision]
+    cls: type[Precision]
     scale: float                             # the loss scale
     step: int                                # training batch of the fit, from 1
     batch: tuple                             # its inputs and targets
@@ -33,8 +33,8 @@ class Alarm(NamedTuple):
     @property
     def happened(self) -> str:
         "The first line of the message."
-        scale = f', loss scale {self.scale:,.9g}' if self.kind.scales_loss else ''
-        return f'{self.kind.name} training failed: {self.what} (batch {self.step:,}{scale}).'
+        scale = f', loss scale {self.scale:,.9g}' if self.cls.scales_loss else ''
+        return f'{self.cls.name} training failed: {self.what} (batch {self.step:,}{scale}).'
 
 
 class Diagnosis(NamedTuple):
@@ -84,20 +84,20 @@ def _rerun(
     bad, # What is not finite in the batch itself
 ):
     "Run the batch forward and backward, in fp32 and in the precision."
-    cb, kind = precision_callback(learn), alarm.kind
+    cb, cls = precision_callback(learn), alarm.cls
     sample = Sample(learn, [alarm.batch], alarm.random_state)
     if sample.wrong:
         return Diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
-    if not kind.dtype:                                           # TF32 on the device, which nothing simulates
+    if not cls.dtype:                                            # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Choice(Precision()))
     gradients = [m.grad for m in sample.reference.modules.values()]
     largest = max(gradients, default=0.) * alarm.scale
-    if alarm.is_unexplained and largest > torch.finfo(kind.dtype).max: return None
-    judge = Judge(kind, sample, alarm.scale)
+    if alarm.is_unexplained and largest > torch.finfo(cls.dtype).max: return None
+    judge = Judge(cls, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.next:
-        failed = [kind.name, *(made.precision for made in cb.fixes)]
+        failed = [cls.name, *(made.precision for made in cb.fixes)]
         other = Choice.for_learner(learn, fastest_native(cb.fit.device, failed))
         return Diagnosis(f'Use another precision: `{other}`', verdict.reason, other)
     if verdict.modules:
@@ -106,9 +106,9 @@ def _rerun(
     if alarm.is_unexplained: return None
     if judge.scale == alarm.scale:
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
-                         f'this time loss and gradients are finite in {kind.name}')
+                         f'this time loss and gradients are finite in {cls.name}')
     return Diagnosis(f'Start lower: `{verdict.call}`',
-                     f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {kind.name}, and at '
+                     f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {cls.name}, and at '
                      f'{judge.scale:,.9g} they do not', verdict.next, verdict.init_scale)
 
 
@@ -142,6 +142,6 @@ def apply_fix(
         cb.precision = new
 
     cb.at_batch_end(switch)
-    cb.fixes.append(Fix(alarm.step, alarm.kind.name, str(following)))
+    cb.fixes.append(Fix(alarm.step, alarm.cls.name, str(following)))
     print(f'{alarm.happened}\n{diagnosis.cause}.\nThe next batches train with `{following}`.')
     return True

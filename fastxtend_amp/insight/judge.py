@@ -51,7 +51,7 @@ class Judge:
         6 batches, 'attn', 4,096       the mean gradient is 0.0006 standard errors from that in fp32
         verdict                        keep modules in fp32: `to_fp16(init_scale=4096, fp32_modules=['attn'])`
     """
-    kind: type[Precision]
+    cls: type[Precision]
     sample: Sample
     present_scale: float # The learner's loss scale
     batches: Sequence = () # Batches whose gradients are compared; if empty, the distance is unknown
@@ -90,7 +90,7 @@ class Judge:
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
             if distance.fails:
-                self.sentences = [f'the model does not run in {self.kind.name}: {distance.fails}']
+                self.sentences = [f'the model does not run in {self.cls.name}: {distance.fails}']
                 return self._verdict('cannot run')
             ratio = distance.ratio                               # nan if it is unknown
             if ratio == math.inf: self.sentences.append('gradients of some batches are finite only in fp32')
@@ -105,8 +105,8 @@ class Judge:
         return self._verdict('not known')
 
     def _run(self, keep):
-        self.before_run(self.kind.name, 'it was known what helps' if self.runs else 'modules were looked at')
-        precision = Choice.for_learner(self.learn, self.kind, keep, self.scale).precision
+        self.before_run(self.cls.name, 'it was known what helps' if self.runs else 'modules were looked at')
+        precision = Choice.for_learner(self.learn, self.cls, keep, self.scale).precision
         self.runs.append(self.sample.run(precision))
         return self.runs[-1]
 
@@ -124,14 +124,14 @@ class Judge:
 
     def _verdict(self, verdict, **fields):
         reason = '; '.join(self.sentences)
-        return Verdict(self.kind.name, verdict, reason, flagged=[*self.reasons], **fields)
+        return Verdict(self.cls.name, verdict, reason, flagged=[*self.reasons], **fields)
 
     # -- something is flagged, or the run failed
 
     def _try_next(self, run, harmed):
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
         only_gradients = run.not_finite == 'gradient' and not (harmed or run.error)
-        if only_gradients and self.kind.scales_loss and self._lower_scale(run): return True
+        if only_gradients and self.cls.scales_loss and self._lower_scale(run): return True
         new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), only_gradients)
         if new and only_gradients: self.scale = self.present_scale    # it was not the scale that failed
         self._keep(new)
@@ -177,7 +177,7 @@ class Judge:
         if not names: return []
         helped = f' (keeping {some(map(named, names))} in fp32 prevents this)'
         if name: self.reasons[name] += helped
-        else: self.reasons |= dict.fromkeys(names, f'in {self.kind.name} {_NOT_FINITE}{helped}')
+        else: self.reasons |= dict.fromkeys(names, f'in {self.cls.name} {_NOT_FINITE}{helped}')
         return names
 
     def _nothing_helps(self, run):
@@ -191,7 +191,7 @@ class Judge:
 
     def _scales(self, run):
         "Return the range of loss scales that work, and where to start if the first one is outside or close to its end."
-        if not self.kind.scales_loss or self.sample.is_small: return None, None
+        if not self.cls.scales_loss or self.sample.is_small: return None, None
         least, most = loss_scales(run)
         most = self.scale if self.scale < self.present_scale else max(most, self.scale)
         least = min(least, most)
@@ -208,8 +208,8 @@ class Judge:
     def _distance(self, keep, init_scale):
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
-        self.before_run(self.kind.name, 'gradients were compared')
-        precision = Choice.for_learner(self.learn, self.kind, keep, init_scale or self.present_scale).precision
+        self.before_run(self.cls.name, 'gradients were compared')
+        precision = Choice.for_learner(self.learn, self.cls, keep, init_scale or self.present_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
         # Two copies may not fit into memory; the verdict on the modules stands, and a note says what is unknown.
         except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
@@ -222,8 +222,8 @@ class Judge:
         if self.reasons: verdict = 'keep modules in fp32'
         far = ratio >= _FAR
         if far: verdict = 'gradient differs'
-        if far and not self._nearer(run, init_scale): following = f"learn.compare_precision('{self.kind.name}')"
-        else: following = Choice.for_learner(self.learn, self.kind, self.keep, init_scale)
+        if far and not self._nearer(run, init_scale): following = f"learn.compare_precision('{self.cls.name}')"
+        else: following = Choice.for_learner(self.learn, self.cls, self.keep, init_scale)
         return self._verdict(verdict, next=following, modules=self.keep, scale_range=scales, init_scale=init_scale,
                              error=prediction_error(run))
 

@@ -65,8 +65,8 @@ def precision_report(self: Learner,
     - `RuntimeError` if it is called inside a fit
     - any error of the model in fp32
     """
-    kinds = L(precisions).map(find_precision)
-    if not kinds or any(not kind.dtype for kind in kinds):
+    classes = L(precisions).map(find_precision)
+    if not classes or any(not cls.dtype for cls in classes):
         raise ValueError(f"precisions={precisions!r} cannot be used: pass 'bf16', 'fp16', 'fp8', or a list of these.")
     check_above_0(max_seconds=max_seconds)
     check_integer(1, n_batches=n_batches)
@@ -91,7 +91,7 @@ def precision_report(self: Learner,
             if time.monotonic() > until:
                 raise OutOfTime(f'the time limit (`max_seconds={max_seconds:g}`) was reached before {unknown}',
                                 f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g}{rules})")
-        return _Reporter(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(kinds)
+        return _Reporter(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(classes)
 
 
 @dataclass
@@ -103,10 +103,10 @@ class _Reporter:
     simulated: bool # Whether a CPU follows CUDA's autocast rules
     before_run: Callable # Called with the name of a precision, and what is unknown; may raise `OutOfTime`
 
-    def report(self, kinds: list[type[Precision]]) -> PrecisionReport:
+    def report(self, classes: list[type[Precision]]) -> PrecisionReport:
         "Return the report on these precisions."
         self.device, self.judges = training_device(self.learn), dict[str, Judge]()
-        self.verdicts = {kind.name: self._verdict(kind) for kind in kinds}
+        self.verdicts = {cls.name: self._verdict(cls) for cls in classes}
         if not self.sample.wrong: self._advise_another()
         table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
         found = [*notes(self.learn, self.sample, self.judges, self.verdicts, self.simulated)]
@@ -125,21 +125,21 @@ class _Reporter:
             if not small.wrong: return small
         return self.sample
 
-    def _verdict(self, kind):
-        if self.sample.wrong: return Verdict(kind.name, 'not known', self.sample.wrong)
-        status, why = kind.support(self.device)
-        if status == 'unsupported': return Verdict(kind.name, 'cannot run', why)
+    def _verdict(self, cls):
+        if self.sample.wrong: return Verdict(cls.name, 'not known', self.sample.wrong)
+        status, why = cls.support(self.device)
+        if status == 'unsupported': return Verdict(cls.name, 'cannot run', why)
         scale = (own_precision(self.learn).state_dict().get('scale')
-                 or Choice.for_learner(self.learn, kind).precision.first_scale)
+                 or Choice.for_learner(self.learn, cls).precision.first_scale)
         sample = self.small_sample if status == 'emulated' else self.sample
         batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
-        judge = self.judges[kind.name] = Judge(kind, sample, scale, batches, self.before_run)
+        judge = self.judges[cls.name] = Judge(cls, sample, scale, batches, self.before_run)
         verdict = judge.verdict()
         is_advised = isinstance(verdict.next, Choice)
         verdict.is_emulated = status == 'emulated' and is_advised and not self.simulated
         lacking = first(run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error))
         if not lacking: return verdict
-        return Verdict(kind.name, 'not known', f'this CPU has no {kind.name} kernel for {named(lacking.failed_in)}, '
+        return Verdict(cls.name, 'not known', f'this CPU has no {cls.name} kernel for {named(lacking.failed_in)}, '
                        f'which CUDA may have: {lacking.error}')
 
     def _advise_another(self):

@@ -5,38 +5,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from fastai.callback import channelslast
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..compat import backward_without_autocast
-from ..learners import inner_optimizer, loaded_states, training_device
+from ..learners import loaded_states, training_device
 from ..messages import check_argument, check_bool
 from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, followers,
                           parameters_of)
 from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
-from ..tensors import half_to_float, map_tensors
+from ..tensors import half_to_float
 from .callback import MixedPrecision
 from .loop import PRECISION_CALLBACKS, exchange, precision_callback, set_precision
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
-channelslast.MixedPrecision = MixedPrecision                     # which fastai's `to_channelslast` adds
-
-
-@patch
-def before_fit(self: channelslast.ChannelsLast) -> None:
-    """Convert the model to channels last, and the optimizer's state with it.
-
-    Fused optimizers step through memory, and would pair weights with the state of others.
-    """
-    def converted(t): return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
-    self.learn.model.to(memory_format=torch.channels_last)
-    if not (opt := inner_optimizer(self.learn.opt)): return                 # in a validation before the first fit
-    for p, state in opt.state.items(): opt.state[p] = map_tensors(converted, state)
-
 
 OPTIONS = {name: p for name, p in inspect.signature(MixedPrecision.__init__, eval_str=True).parameters.items()
             if p.kind is p.KEYWORD_ONLY}
