@@ -38,8 +38,6 @@ WORDS = {
                                   'silent overflow',
         'The loss scale keeps dropping': 'skipped steps, loss scale too low, it has been reset to, '
                                           'how many steps were skipped, n_skipped',
-        'Does mixed precision change the accuracy?':
-            'accuracy, final accuracy, accuracy worse than fp32, accuracy drop',
         'Mixed precision is not faster': 'num_workers, data loading, '
                                          'fp16 slow on CPU, no speedup, training is not faster, '
                                          'to_bf16 not faster, bf16 not faster, slow, slower than fp32, '
@@ -100,7 +98,8 @@ WORDS = {
                    'What is not guaranteed': 'LBFGS, double model, float64, closure, '
                                              'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
-                   'What is tested': 'applications'},
+                   'What is tested': 'applications, accuracy, final accuracy, accuracy worse than fp32, '
+                                     'accuracy drop'},
     'evidence': {'Speed on CPUs': 'benchmarks, benchmark, is bf16 faster on CPU, overhead per batch',
                  'Speed on GPUs, measured by others': 'GPU speed-up, how much faster, '
                                                       'how much faster will training get, '

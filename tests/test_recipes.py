@@ -1,10 +1,9 @@
 "The recipes of the manual, run as written."
 
-import re, sys
+import re
 from collections import OrderedDict
 from copy import deepcopy
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from fastai.text.all import *
@@ -75,8 +74,6 @@ def run_recipe(word, **names):
 def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
     "With its callbacks; in fp16 if it names no precision."
     monkeypatch.chdir(tmp_path)
-    wandb = Mock()
-    monkeypatch.setitem(sys.modules, 'wandb', wandb)
     found = run_recipe(block)
     learn, before = found.learn, params(found.learn)
     if 'cbs' not in block:
@@ -84,7 +81,7 @@ def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
     if not hasattr(learn, 'mixed_precision'):
         learn.add_cb(mixed('fp16'))
     learn.fit(1, 1e-3)
-    assert finite(learn) and not same(params(learn), before) and wandb.log.called == ('wandb' in block)
+    assert finite(learn) and not same(params(learn), before)
     assert learn.precision_report('bf16').verdicts['bf16'].verdict != 'not known'
 
 
