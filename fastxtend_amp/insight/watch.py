@@ -131,8 +131,10 @@ class FailureWatcher(Watcher):
         if 2 * skipped <= n: return
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
-        if skipped < n and scaler.get_backoff_factor() < 1 and 'scaler' not in self.cb.precision.changed:
-            text += f' If it finds none, pass `init_scale={scaler.get_scale():.12g}`.'
+        if scaler.get_backoff_factor() < 1 and 'scaler' not in self.cb.precision.changed:
+            text += ' If it finds none, '
+            lower = f'pass `init_scale={scaler.get_scale():.12g}`.'
+            text += lower if skipped < n else 'go on: each skipped step lowers the loss scale.'
         warn_user(text)
 
     def after_validate(self):

@@ -58,7 +58,7 @@ class MixedPrecision(fp16.MixedPrecision):
     """
     order = 10  # after TrainEvalCallback (-10) moves the model; between GradientAccumulation (6) and GradientClip (11)
     name = 'mixed_precision'                                     # also of subclasses
-    run: bool                                                    # fastai's; False until the end of a fit
+    run: bool                                                    # fastai's: one may switch it off until a fit ends
     fit: Any = None                                              # the `Fit` that is open
     waiting: Callable[[], Any] | None = None                     # what to do when the batch has ended
     __signature__ = None                                         # fastai's `delegates` put its own on the base class
@@ -252,7 +252,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Return the fit, ready for the next batch: a new one if none is open, as in loops over `one_batch`."
         fit, learn = self.fit, self.learn
         trains = learn.training and learn.opt is not None
-        if fit is None or trains > fit.trains:
+        if fit is None or (trains and not fit.trains):
             self.close()
             fit = self.open_fit(model_device(learn.model, training_device(learn)), trains)
         fit.use_model()
