@@ -312,7 +312,10 @@ def job(tmp_path_factory):
     for opt in TWO:
         fit(build('plain', 'fp16', opt, path=path, init_scale=512.0, growth_interval=4)).save(f'plain {opt}')
     env = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')  # Accelerate wants them
-    done = python(__file__, path, ACCELERATE_USE_CPU='1', **env)
+    for _ in range(2):  # a rank has died in PyTorch ("double free") once in some tens of runs
+        done = python(__file__, path, ACCELERATE_USE_CPU='1', **env)
+        if 'terminated with signal' not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(path / f'{r}.pt') for r in range(2)], path
 
