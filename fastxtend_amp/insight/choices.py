@@ -60,7 +60,7 @@ class Choice:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        "What makes it a variant of its precision, in words."
+        "The changes that make it a variant of its precision, in words."
         return (*self.layers, 'channels last') if self.channels_last else self.layers
 
     @property

@@ -36,7 +36,7 @@ class Sample:
 
     @cached_property
     def wrong(self) -> str: # '' if nothing is
-        "What is wrong in fp32."
+        "The fault of the run in fp32."
         return wrong_in_reference(self.reference, self.batches)
 
     def run(self, precision: Precision) -> Recording:

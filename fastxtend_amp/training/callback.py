@@ -228,7 +228,7 @@ class MixedPrecision(fp16.MixedPrecision):
         self._set_watchers([w for w in self.watchers if w is not watcher])
 
     def before_fit(self):
-        "Do nothing, unlike fastai's: `run_outermost` has opened the fit, before any callback changed the learner."
+        "Replace fastai's method: `run_outermost` has opened the fit, before any callback changed the learner."
 
     def before_train(self):
         "Remember where the epoch begins, for `SkippedStepsMetric`."
