@@ -12,8 +12,8 @@ _READ_EVERY = 512  # steps between two reads
 class StepHistory:
     """The loss scale of each attempted optimizer step, whether it was skipped, and the scale of the next one.
 
-    The device may decide what is skipped, and the host knows what it has read. Every method reads, but `add` only each
-    512th time.
+    The device may decide what is skipped, and the host knows what it has read. Every method reads, but `add` only
+    once in 512 steps.
     """
     fit_start = epoch_start = 0                                  # steps before the newest fit, and before its epoch
     highest_good = 0.                                            # scale of a step of the fit that was not skipped
