@@ -10,7 +10,7 @@ from torch import nn
 
 from ..learners import model_device
 from ..messages import check_argument, check_integer
-from ..precisions.base import written
+from ..precisions.as_code import as_code
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, is_half, map_tensors
 from .choices import Choice
@@ -70,7 +70,7 @@ def precision_report(
 class _Arguments(Choice):
     "A choice, shown as the precision and its arguments: a loop has no learner to call."
     def __str__(self): # 'fp16, init_scale=1024'
-        return ', '.join(filter(None, [self.precision.name, written(self.precision.changed)]))
+        return ', '.join(filter(None, [self.precision.name, as_code(self.precision.changed)]))
 
 
 def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs and a target

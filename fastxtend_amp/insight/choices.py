@@ -11,7 +11,7 @@ from torch import nn
 
 from ..learners import training_device
 from ..precisions import PRECISIONS, Precision
-from ..precisions.base import written
+from ..precisions.as_code import as_code
 from ..precisions.matching import is_depthwise, is_grouped, match_modules
 from ..training.callback import MixedPrecision
 from ..training.loop import precision_callback, set_precision
@@ -54,7 +54,7 @@ class Choice:
         return cls(new.like(**given), options)
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
-        text = f'learn.to_{self.precision.name}({written(self.precision.changed | self.options)})'
+        text = f'learn.to_{self.precision.name}({as_code(self.precision.changed | self.options)})'
         if not self.channels_last: return text
         return f"{text}.to_channelslast({'use_amp=False' if type(self.precision) is Precision else ''})"
 

@@ -69,7 +69,7 @@ def _precision(learn, judge, verdict):
     products = [m for m in run.modules.values() if m.has_product]
     if verdict.modules and not any(m.is_half for m in products):
         yield f'{name}: no product of matrices is left in {name}, so fp32 is as fast.'
-    if layers := judge.first_run.precision.rounding(learn.model):
+    if layers := judge.first_run.precision.simulated_forwards(learn.model):
         yield f'{name}: the rounding of {some(map(named, layers))} was simulated; no {name.upper()} kernel was run.'
 
 

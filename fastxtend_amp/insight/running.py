@@ -11,13 +11,10 @@ from fastai.callback.core import (Callback, CancelBatchException, CancelEpochExc
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop
-from torch.nn import functional as F
 
-from ..compat import without_modes
 from ..devices.fp32_settings import FULL_PRECISION, fp32_settings
 from ..learners import newest_loss
 from ..precisions import Precision, find_precision
-from ..precisions.base import Rounding
 from ..precisions.matching import qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
@@ -84,8 +81,8 @@ def running_copy(
     with (copied_learner(learn, Choice(simulated)) as copy, torch.compiler.set_stance('force_eager'),
           fp32_settings(FULL_PRECISION)):
         modules = dict(qualified_names(copy.model))
-        for name, rounding in precision.rounding(copy.model).items():
-            vars(modules[name])['forward'] = partial(rounded_linear, rounding, modules[name])
+        for name, forward in precision.simulated_forwards(copy.model).items():
+            vars(modules[name])['forward'] = partial(forward, modules[name])
         copy.create_opt()                                        # callbacks may read it
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
         if in_batch:                                             # callbacks have already prepared the batch
@@ -118,29 +115,3 @@ class BackwardOnly(Callback):
         self.gradients = self.read_gradients(self.learn.model)
         self.learn.model.zero_grad()
         raise CancelBatchException
-
-
-# -- the rounding of a precision on a device without it
-
-def rounded_linear(
-    rounding: Rounding,
-    layer: Any, # A linear layer
-    input: torch.Tensor,
-) -> torch.Tensor:
-    """Return what the layer computes: in autocast its input, its weight and the gradient of the output are rounded.
-
-    Where autocast is off, FP8 is as well.
-    """
-    device_type = input.device.type
-    if not torch.is_autocast_enabled(device_type): return F.linear(input, layer.weight, layer.bias)
-    x = input.to(torch.get_autocast_dtype(device_type))
-    out = F.linear(_rounded_copy(rounding, x), _rounded_copy(rounding, layer.weight))
-    if out.requires_grad: out.register_hook(partial(_rounded_copy, rounding, is_gradient=True))
-    return out if layer.bias is None else out + layer.bias.to(out.dtype)
-
-
-def _rounded_copy(rounding, t, is_gradient=False):
-    "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
-    copy = t.clone()
-    with without_modes(), torch.no_grad(): copy.copy_(rounding(t, is_gradient))
-    return copy

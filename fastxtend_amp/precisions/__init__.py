@@ -3,5 +3,6 @@ from .bf16 import BF16
 from .fp16 import FP16
 from .tf32 import TF32
 from .fp8 import FP8
-from .base import (PRECISIONS, AMPMode, Precision, Support, fastest_native, find_precision,
-                   followers, parameters_of)
+from .base import PRECISIONS, Precision, fastest_native, find_precision, on_register, parameters_of
+from .names import AMPMode
+from .support import Support

@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from fastai.learner import Learner
@@ -20,58 +19,18 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ..devices import facts
+from .as_code import as_code
 from .flat_master import check_flat, flat_step
 from .fp32_modules import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
+from .names import OTHER_NAMES, own_name, unknown_name
+from .support import Support
 from .weights import weights_to_fp32
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
-Rounding = Callable[[torch.Tensor, bool], torch.Tensor]
-followers: list[Callable[[type[Precision]], object]] = []        # called with each precision that registers itself
+on_register: list[Callable[[type[Precision]], object]] = []      # called with each precision that registers itself
 # Before PyTorch 2.13 autocast's cache can hand a weight cast under `no_grad` to code that needs its gradient.
 _CACHE = None if ismin_torch('2.13') else False                  # None: as the user has set it
-
-# -- names
-
-class AMPMode(str, Enum):
-    """Names of precisions; 'fp16' and 'bf16' as in fastai's own `AMPMode`.
-
-    Accepted wherever a precision is named, as are the names of your own precisions.
-    """
-    FP16 = 'fp16'
-    BF16 = 'bf16'
-    TF32 = 'tf32'
-    FP8 = 'fp8'
-
-
-# Names in other libraries that are ambiguous here.
-_CALLS = {'16': 'to_fp16()',
-          '16-true': 'to_fp16()',                                # which has fp32 master weights
-          'bf16-true': "to_bf16(master_weights=False)` with `opt_func=kahan('AdamW')",
-          'transformer-engine': 'to_fp8()', 'half_weights': 'to_half_weights()'}
-_ALIASES = {'float16': 'fp16', 'half': 'fp16', '16-mixed': 'fp16', 'bfloat16': 'bf16', 'bf16-mixed': 'bf16',
-            'float32': 'fp32', 'float': 'fp32', '32-true': 'fp32', '32': 'fp32', 'no': 'fp32'}
-
-
-def find_precision(
-    name: Any, # In any letter case; Lightning's names ('bf16-mixed'), torch dtypes, and members of an `AMPMode` as well
-) -> type[Precision]: # `Precision` itself for fp32
-    "Return the precision with this name. Raises `ValueError` for an unknown one."
-    word = str(getattr(name, 'value', name)).lower().removeprefix('torch.')     # a dtype, or fastai's own AMPMode
-    word = _ALIASES.get(word, word)
-    if word == Precision.name: return Precision
-    if word in PRECISIONS: return PRECISIONS[word]
-    known = f"one of {', '.join(map(repr, ['fp32', *PRECISIONS]))}"
-    advice = f'With a learner, call `learn.{_CALLS[word]}`; otherwise use' if word in _CALLS else 'Use'
-    raise ValueError(f'{name!r} is not a precision. {advice} {known}.')
-
-
-# -- precisions
-
-class Support(NamedTuple):
-    "Support of a precision by a device: 'native', 'emulated' (it works, without hardware for it) or 'unsupported'."
-    status: str
-    why: str
 
 
 class Precision:
@@ -98,13 +57,13 @@ class Precision:
 
     def __init_subclass__(cls) -> None:
         if 'name' not in vars(cls): return
-        if not (cls.name.isidentifier() and cls.name.islower()) or cls.name in _ALIASES:
+        if not (cls.name.isidentifier() and cls.name.islower()) or cls.name in OTHER_NAMES:
             raise ValueError(f"name={cls.name!r} cannot be used for {cls.__name__}: `learn.to_<name>` needs lower-case "
                              "letters, digits and underscores, such as 'bf16_body', and no other name of a precision "
-                             f"of this package ({', '.join(_ALIASES)}).")
+                             f"of this package ({', '.join(OTHER_NAMES)}).")
         cls.state_key = vars(cls).get('state_key', cls.name)
         if init := vars(cls).get('__init__'): init.__qualname__ = f'learn.to_{cls.name}'     # in Python's TypeError
-        for follow in followers: follow(cls)                     # before it is registered, as they may raise an error
+        for call in on_register: call(cls)                     # before it is registered, as they may raise an error
         PRECISIONS[cls.name] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
@@ -112,7 +71,7 @@ class Precision:
         for name in (kwargs.keys() - defaults) & PRECISIONS.keys():      # as in `to_amp(fp8=True)`
             raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
-        arguments = {name: unshared(value) for name, value in given.items()}
+        arguments = {name: copied(value) for name, value in given.items()}
         # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
         vars(self)['arguments'] = arguments
         return self
@@ -120,7 +79,7 @@ class Precision:
     def __init__(self,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
-        self.fp32_modules = unshared(fp32_modules)
+        self.fp32_modules = copied(fp32_modules)
         tests_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
 
     @property
@@ -137,7 +96,7 @@ class Precision:
         return type(self) is type(other) and self.arguments == other.arguments
     def __hash__(self) -> int: return hash(type(self))
 
-    def __repr__(self) -> str: return f'learn.to_{self.name}({written(self.changed)})'
+    def __repr__(self) -> str: return f'learn.to_{self.name}({as_code(self.changed)})'
 
     # -- devices
 
@@ -172,12 +131,8 @@ class Precision:
         if self.flat_master: check_flat(learn)
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 
-    def rounding(self, model: nn.Module) -> dict[str, Rounding]:
-        """Return how a report simulates this precision, which needs neither its hardware nor the arguments of a fit.
-
-        These are the names of linear layers that round further than autocast does, each with a function that rounds an
-        input, a weight, or, if its second argument is True, the gradient of an output.
-        """
+    def simulated_forwards(self, model: nn.Module) -> dict[str, Callable]: # By module; called with it and its inputs
+        "Return forwards that round further than autocast does, for reports on devices without this precision."
         return {}
 
     def around_fit(self, model: nn.Module) -> list[Any]:
@@ -223,44 +178,20 @@ def defaults_of(cls: type[Precision]) -> dict[str, Any]:
     return {name: p.default for name, p in parameters_of(cls).items()}
 
 
-def unshared(value: Any) -> Any:
+def copied(value: Any) -> Any:
     "Return a copy of a list, which its owner may change."
     return value.copy() if isinstance(value, (list, set, L)) else value
 
 
-def written(arguments: dict[str, Any]) -> str:
-    "Return arguments as code; an object that has no form as code gets the argument's name."
-    return ', '.join(f'{name}={_as_code(value, name)}' for name, value in arguments.items())
+# -- the registry
 
-
-def _as_code(value: Any, name: str) -> str:
-    if isinstance(value, Enum): value = value.value
-    if isinstance(value, (list, tuple, set, L)): return f"[{', '.join(_as_code(v, name) for v in value)}]"
-    if isinstance(value, type):
-        is_torchs = getattr(nn, value.__name__, None) is value
-        return f'nn.{value.__name__}' if is_torchs else value.__name__
-    code = value.__name__ if inspect.isfunction(value) else repr(value)
-    return name if '<' in code or isinstance(value, nn.Module) else code
-
-
-# -- support by devices
-
-def cpu_support(
-    name: str, # Of the precision
-    *instructions: str, # Names of instruction sets for it, in lower case
-) -> Support:
-    "Return how this CPU runs a precision: natively if it has one of the instruction sets."
-    found = ', '.join(sorted({*instructions} & facts.cpu_features()))
-    if found: return Support('native', f'the CPU has {found}')
-    return Support('emulated', f'PyTorch has no fast {name} kernels for this CPU')
-
-
-def xla_support(
-    *native: str, # The hardware that has the precision: 'TPU', 'CUDA' or 'ROCM'
-) -> Support:
-    "Return how the hardware behind XLA runs a precision."
-    hardware = facts.xla_hardware()
-    return Support('native' if hardware in native else 'emulated', f'XLA on {hardware}')
+def find_precision(
+    name: Any, # As in `own_name`
+) -> type[Precision]: # `Precision` itself for fp32
+    "Return the precision with this name. Raises `ValueError` for an unknown one."
+    known: dict[str, type[Precision]] = {Precision.name: Precision, **PRECISIONS}
+    if own_name(name) not in known: raise unknown_name(name, known)
+    return known[own_name(name)]
 
 
 def fastest_native(
@@ -270,13 +201,3 @@ def fastest_native(
     "Return the fastest precision that `device` runs natively: bf16 (no loss scaling), then fp16, then fp32."
     left = (cls for name, cls in PRECISIONS.items() if cls.automatic and name not in failed)
     return next((cls for cls in left if cls.support(device).status == 'native'), Precision)
-
-
-# -- what several precisions use
-
-def static_scaler(device: str, scale: float) -> GradScaler:
-    "Return a `GradScaler` whose scale never changes: it only skips steps whose gradients are not finite."
-    scaler = GradScaler(device, scale)
-    scaler.set_growth_factor(1.)
-    scaler.set_backoff_factor(1.)
-    return scaler

@@ -8,8 +8,9 @@ from fastai.learner import Learner
 
 from ..devices import facts
 from ..messages import check_bool
-from .base import Precision, Support, cpu_support, xla_support
+from .base import Precision
 from .bf16_weights import BF16Weights, check_bf16_weights
+from .support import Support, cpu_support, xla_support
 
 
 def _cuda(device: torch.device) -> Support:

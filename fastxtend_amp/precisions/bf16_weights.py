@@ -48,7 +48,7 @@ class BF16Weights:
 
     The exact weight is the parameter plus what rounding took from it:
 
-        before the first step   `rest` has it, so a fit without a step changes nothing; a file saved then lacks it
+        before the first step   `lost` has it, so a fit without a step changes nothing; a file saved then lacks it
         from then on            the optimizer has it, as `kahan_comp`
         after the fit           the parameter has it, as far as fp32 holds it
 
@@ -60,7 +60,7 @@ class BF16Weights:
     ):
         allowed = _weights_to_lower(learn.model, in_fp32)
         self.opt = inner_optimizer(learn.opt)
-        self.rest: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(
+        self.lost: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(
             p for p in optimizer_params(learn.opt) if p in allowed and p.requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None: # Of a copy
@@ -68,16 +68,16 @@ class BF16Weights:
         self.__exit__()
 
     def __enter__(self) -> None:
-        for p in self.rest: self._convert(p, torch.bfloat16)
+        for p in self.lost: self._convert(p, torch.bfloat16)
 
     def after_step(self) -> None:
         "Add what is kept of a parameter to the compensation that its first step has created."
-        for p, rest in self.rest.items():
-            if rest is not None and self.opt.state.get(p): self._convert(p, torch.bfloat16)
+        for p, lost in self.lost.items():
+            if lost is not None and self.opt.state.get(p): self._convert(p, torch.bfloat16)
 
     def __exit__(self, *args: object) -> None:
-        for p in self.rest: self._convert(p, torch.float32)
-        self.opt, self.rest = None, {}                           # last: an interrupt before this converts them again
+        for p in self.lost: self._convert(p, torch.float32)
+        self.opt, self.lost = None, {}                           # last: an interrupt before this converts them again
 
     def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
         """Convert a parameter, its gradient and its state, and keep what rounding takes.
@@ -86,22 +86,22 @@ class BF16Weights:
             `after_step`    bf16 to bf16    the value and what was lost before, rounded
             `__exit__`      bf16 to fp32    the value and what was lost before, as far as fp32 holds them
 
-        What the new value lacks goes to `kahan_comp` if the optimizer has one, before its first step to `rest`.
+        What the new value lacks goes to `kahan_comp` if the optimizer has one, before its first step to `lost`.
         """
         state = self.opt.state.get(p, {})
         for k, v in state.items():                               # step counts and quantized states stay
             is_values = type(v) is torch.Tensor and v.dim() and v.is_floating_point()
             if is_values: state[k] = v.to(dtype)
         value: Any = p.data.float()
-        lost: Any = 0.                                           # what rounding has taken so far
-        for part in (state.get('kahan_comp'), self.rest[p]):     # the first is None after steps in fp32
-            if part is not None: lost = lost + part.float()
-        # Entering leaves `lost` out: a file's bf16 weights stay what they are, also where it is half a unit in the
+        before: Any = 0.                                         # what rounding has taken so far
+        for part in (state.get('kahan_comp'), self.lost[p]):     # the first is None after steps in fp32
+            if part is not None: before = before + part.float()
+        # Entering leaves `before` out: a file's bf16 weights stay what they are, also where it is half a unit in the
         # last place.
-        data = (value if p.dtype is torch.float32 else value + lost).to(dtype)
-        rest = (value - data) + lost                             # exact: Dekker's fast two-sum
+        data = (value if p.dtype is torch.float32 else value + before).to(dtype)
+        lost = (value - data) + before                           # exact: Dekker's fast two-sum
         # In one statement, as an interrupt between two would lose one of them.
         if 'kahan_comp' in state:
-            p.data, state['kahan_comp'], self.rest[p] = data, rest.to(dtype), None
-        else: p.data, self.rest[p] = data, None if state else rest
+            p.data, state['kahan_comp'], self.lost[p] = data, lost.to(dtype), None
+        else: p.data, self.lost[p] = data, None if state else lost
         if p.grad is not None: p.grad = p.grad.to(dtype)

@@ -10,7 +10,8 @@ from torch.amp import GradScaler
 from ..devices import facts
 from ..messages import check_argument, check_bool, check_integer, warn_user
 from ..tensors import FP16_SMALLEST
-from .base import Precision, Support, cpu_support, defaults_of, static_scaler, xla_support
+from .base import Precision, defaults_of
+from .support import Support, cpu_support, xla_support
 
 _LARGEST = torch.finfo(torch.float32).max  # which the scale is stored in
 _NO_TENSOR_CORES = re.compile(r'GTX 16\d\d|\b(T|MX)\d{3,4}\b')   # of capability 7.5: Quadro T2000, T600, MX450
@@ -38,6 +39,14 @@ def _is_scaler(x: Any) -> bool:
     return x is None or (isinstance(x, GradScaler) and x.is_enabled() and _is_scale(x.get_scale()))
 def _is_state(x: Any) -> bool:
     return 0 <= x.get('scale') <= _LARGEST and index(x.get('_growth_tracker')) >= 0
+
+
+def static_scaler(device: str, scale: float) -> GradScaler:
+    "Return a `GradScaler` whose scale never changes: it only skips steps whose gradients are not finite."
+    scaler = GradScaler(device, scale)
+    scaler.set_growth_factor(1.)
+    scaler.set_backoff_factor(1.)
+    return scaler
 
 
 class FP16(Precision):

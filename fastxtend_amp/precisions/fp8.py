@@ -1,27 +1,46 @@
 "FP8 (float8): bf16 autocast whose linear layers compute in 8 bits, by torchao; model and files stay plain."
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from ..compat import without_modes
 from ..devices import facts
 from ..messages import check_integer
-from .base import Rounding, Support, unshared
+from .base import copied
 from .bf16 import BF16
 from .fp32_modules import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
+from .support import Support
 
 
-def rounded(t: torch.Tensor, is_gradient: bool) -> torch.Tensor:
-    """Return `t` rounded to e4m3, a gradient to e5m2, scaled by its largest absolute value.
+def rounded_linear(
+    layer: Any, # A linear layer
+    input: torch.Tensor,
+) -> torch.Tensor:
+    """Return what a layer computes in FP8: with input, weight and the gradient of the output rounded.
 
-    This is what torchao's `Float8Linear` does by default (source: see `FP8`).
+    They are rounded as torchao's `Float8Linear` does by default (source: see `FP8`): to e4m3, the gradient to e5m2,
+    scaled by the largest absolute value. Where autocast is off, FP8 is as well.
     """
-    dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
-    largest = t.abs().max().float()
-    scale = torch.finfo(dtype).max / largest.clamp(min=1e-12)
-    return (t.float() * scale).to(dtype).float() / scale
+    device_type = input.device.type
+    if not torch.is_autocast_enabled(device_type): return F.linear(input, layer.weight, layer.bias)
+    x = input.to(torch.get_autocast_dtype(device_type))
+    out = F.linear(_rounded(x), _rounded(layer.weight))
+    if out.requires_grad: out.register_hook(partial(_rounded, dtype=torch.float8_e5m2))
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+def _rounded(t, dtype=torch.float8_e4m3fn):
+    "Return `t` rounded. To autograd, and to a recording, it is a plain copy."
+    copy = t.clone()
+    with without_modes(), torch.no_grad():
+        scale = torch.finfo(dtype).max / t.abs().max().float().clamp(min=1e-12)
+        copy.copy_((t.float() * scale).to(dtype).float() / scale)
+    return copy
 
 
 class Fp8Forward(Forward):
@@ -73,7 +92,7 @@ class FP8(BF16):
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         check_integer(0, min_size=min_size)
-        self.spec, self.min_size = unshared(modules), min_size
+        self.spec, self.min_size = copied(modules), min_size
         tests_of(modules, 'modules')                             # raises `TypeError`
 
     def check(self, model: nn.Module) -> None:
@@ -91,8 +110,8 @@ class FP8(BF16):
         if nvidia and torch.cuda.get_device_capability(device) >= (8, 9): return Support('native', bf16.why)
         return Support('emulated', 'FP8 arithmetic needs an NVIDIA GPU of compute capability 8.9 or higher')
 
-    def rounding(self, model: nn.Module) -> dict[str, Rounding]:
-        return dict.fromkeys(self.find_layers(model), rounded)
+    def simulated_forwards(self, model: nn.Module) -> dict[str, Callable]:
+        return dict.fromkeys(self.find_layers(model), rounded_linear)
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."

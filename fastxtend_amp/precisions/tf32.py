@@ -6,7 +6,8 @@ from torch import nn
 
 from ..devices import facts
 from ..devices.fp32_settings import TF32_SETTINGS, fp32_settings
-from .base import Precision, Support
+from .base import Precision
+from .support import Support
 
 _NEEDS = Support('unsupported', 'TF32 needs an NVIDIA GPU of compute capability 8.0 or higher, or an AMD MI300')
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..messages import warn_user
 from ..precisions import Precision
-from ..precisions.base import static_scaler
+from ..precisions.fp16 import static_scaler
 from .scaling import Scaling
 
 if TYPE_CHECKING: from .callback import MixedPrecision

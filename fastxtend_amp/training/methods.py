@@ -12,7 +12,7 @@ from fastcore.meta import delegates
 from ..compat import backward_without_autocast
 from ..learners import loaded_states, training_device
 from ..messages import check_argument, check_bool
-from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, followers,
+from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, on_register,
                           parameters_of)
 from ..precisions.fp32_modules import remove_forwards
 from ..precisions.matching import match_modules
@@ -56,7 +56,7 @@ def _add_method(cls: type[Precision]) -> None:
 
 
 for cls in PRECISIONS.values(): _add_method(cls)
-followers.append(_add_method)
+on_register.append(_add_method)
 
 
 @patch

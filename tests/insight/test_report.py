@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from fastxtend_amp.compat import traits_of
+from fastxtend_amp.compat import traits_of, without_modes
 from fastxtend_amp.insight import report as room
 from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.insight.report_result import PrecisionReport
@@ -119,10 +119,16 @@ def test_a_note_on_inputs(name):
 def test_precisions_that_round_further_are_found_by_their_own_method(monkeypatch):
     "A report knows no precision by its name: one of 4 bits, made here, is reported on."
 
-    def rounding(self, model):
-        return {n: lambda t, is_gradient: t.sign() for n in {'1'} - {*self.kept_in_fp32(model)}}
+    def forward(layer, input):
+        x = input.bfloat16().clone()
+        with without_modes(), torch.no_grad():  # a recording sees only the copy
+            x.sign_()
+        return F.linear(x, layer.weight, layer.bias)
 
-    monkeypatch.setattr(BF16, 'rounding', rounding)
+    def simulated_forwards(self, model):
+        return dict.fromkeys({'1'} - {*self.kept_in_fp32(model)}, forward)
+
+    monkeypatch.setattr(BF16, 'simulated_forwards', simulated_forwards)
     report = report_on(layers(nn.Linear(8, 8)), 'bf16')
     assert report.verdicts['bf16'].modules == ['1'] and "the error of '1'" in report.verdicts['bf16'].reason
     assert "bf16: the rounding of '1' was simulated; no BF16 kernel was run." in report.notes

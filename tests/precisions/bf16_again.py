@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fastxtend_amp.precisions.base import Precision, Support
+from fastxtend_amp.precisions import Precision, Support
 
 
 class BF16Again(Precision):

@@ -12,7 +12,7 @@ from torch import nn
 
 from bf16_again import BF16Again
 from fastxtend_amp import MixedPrecision, precision_support
-from fastxtend_amp.precisions.base import Precision, Support
+from fastxtend_amp.precisions import Precision, Support
 from fastxtend_amp.tools import check, demo
 from helpers import Attentive, is_outside_a_fit, learner, loaders, output_dtypes, params, same, told
 

@@ -8,7 +8,6 @@ from fastai.learner import load_learner
 from torch import nn
 
 from fastxtend_amp import AMPMode, precision_support
-from fastxtend_amp.insight.running import rounded_linear
 from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.precisions import fastest_native, fp8
 from fastxtend_amp.training.loop import precision_callback
@@ -181,7 +180,7 @@ def test_the_report_rounds_as_torchao_does():
         return [t.detach().clone() for t in (out, x.grad, layer.weight.grad, layer.bias.grad)]
 
     theirs, plain = run(theirs), run(copy.deepcopy(layer))
-    layer.forward = partial(rounded_linear, fp8.rounded, layer)
+    layer.forward = partial(fp8.rounded_linear, layer)
     for ours, expected, bf16 in zip(run(layer), theirs, plain):
         assert relative_error(ours, expected) < 0.1 * max(relative_error(bf16, expected), 0.05)
 
