@@ -27,8 +27,9 @@ from . import report                                             # adds `Learner
 from .any_loop import precision_report
 from .compare import measure_and_choose
 from .comparison_result import PrecisionComparison
+from .mistakes import ErrorNote, UnusedModules
 from .report_result import PrecisionReport
-from .watch import ErrorNote, FailureWatcher, UnusedModules
+from .watch import FailureWatcher
 
 _core.measure_and_choose = measure_and_choose
 WATCHERS += [FailureWatcher, UnusedModules, ErrorNote]

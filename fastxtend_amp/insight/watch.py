@@ -1,5 +1,5 @@
-"Watchers of a fit: they report why training failed, as a warning or an error, and explain common mistakes."
-import math, re
+"The watcher of a fit: it reports why training failed, as a warning or an error."
+import math
 from typing import Any
 
 from torch import nn
@@ -8,8 +8,6 @@ from ..compat import without_subclasses
 from ..learners import newest_loss, several_processes
 from ..messages import warn_user
 from ..precisions import Precision
-from ..precisions.fp32_modules import forward_of
-from ..precisions.matching import ROOT
 from ..training.callback import Watcher
 from .diagnosis import Alarm, apply_fix, diagnose
 from .random_states import random_state, torch_generators
@@ -19,8 +17,6 @@ _FAR = 100.     # times the loss or the weights' norm at the start, from which a
 _MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
 _MOST_FIXES = 3  # in one fit
 _UNEXPLAINED = 'a gradient is not finite, and the loss scale is not the cause'        # said only if the rerun proves it
-_DTYPES = 'Half|BFloat16|dtype|scalar type|ScalarType|primitive'   # in PyTorch's errors where only fp32 runs
-_ANOMALY = 'returned nan values'                                 # in those of anomaly detection
 
 
 class Observations:
@@ -30,6 +26,7 @@ class Observations:
     last_loss = math.nan                                         # the last finite one
     random_state = ()                                            # before the batch under way
     batch: Any = None                                            # the newest: number, tensors, random state
+    scale: Any = 1.                                              # its loss scale
     has_said = False                                             # that a validation is not finite
     n_unexplained = 0                                            # skipped steps that the loss scale may not explain
 
@@ -62,11 +59,16 @@ class FailureWatcher(Watcher):
 
     @property
     def seen(self):
-        "The `Observations` of the open fit, kept there; False if nothing is to be reported, or something has been."
-        return self.cb.on_overflow != 'ignore' and self.cb.fit and self.cb.fit.seen
+        "The `Observations` of the open fit, kept there; None if nothing is to be reported, or something has been."
+        return self.cb.fit.seen if self.cb.fit and self.cb.on_overflow != 'ignore' else None
 
     def before_fit(self):
         if len(self.cb.parts) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
+
+    def after_open(self):
+        "Begin the observations of a fit."
+        fit = self.cb.fit
+        if type(fit.precision) is not Precision: fit.seen = Observations(fit.device.type == 'cpu')
 
     def before_train(self):
         "Warn at the start of a distributed fit that 'fix' only warns."
@@ -76,14 +78,11 @@ class FailureWatcher(Watcher):
 
     def before_batch(self):
         "Keep the random state, and once the size of the weights."
-        fit, learn = self.cb.fit, self.cb.learn
-        if fit.seen is None:                                     # a new fit
-            fit.seen = type(fit.precision) is not Precision and Observations(fit.device.type == 'cpu')
-        seen = self.seen
+        seen, learn = self.seen, self.cb.learn
         if not seen or not learn.training: return
         seen.random_state = random_state(seen.generators)
         # XLA would compile the norm into the first batch.
-        if seen.weights is None and fit.device.type != 'xla': seen.weights = _norm(learn.model)
+        if seen.weights is None and self.cb.fit.device.type != 'xla': seen.weights = _norm(learn.model)
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
@@ -91,6 +90,7 @@ class FailureWatcher(Watcher):
         if not seen or not learn.training: return
         if not seen.on_cpu: self._check_recorded()
         seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
+        if self.cb.fit.scaling: seen.scale = self.cb.history.next_scale
         if (loss := newest_loss(learn)) is None: return
         # The Recorder reads the loss that gradient accumulation has not divided.
         first = loss if seen.on_cpu or not len(learn.yb) else learn.loss
@@ -159,9 +159,9 @@ class FailureWatcher(Watcher):
         if losses: self._check_loss(seen, float(losses[-1]))
 
     def _check_loss(self, seen, loss):
-        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', self.cb.learn.scaler.get_scale())
+        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', float(seen.scale))
         seen.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = False          # it diverges on purpose
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it diverges on purpose
 
     def _alarm(self, what, scale, is_unexplained=False): # `scale`: that of the step
         "Say what happened, what to try and where it began: once a fit."
@@ -169,7 +169,7 @@ class FailureWatcher(Watcher):
         alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
         diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
-        cb.fit.seen = False                                      # first: a fix may close the fit
+        cb.fit.seen = None                                       # first: a fix may close the fit
         may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES
         if may_fix and apply_fix(cb, alarm, diagnosis): self.n_fixes += 1
         else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
@@ -182,33 +182,3 @@ class FailureWatcher(Watcher):
 def _norm(model):
     "Return the norm of this process's trainable weights, on their device."
     return nn.utils.get_total_norm(p for p in readable_weights(model).values() if p.requires_grad)
-
-
-# -- mistakes
-
-class UnusedModules(Watcher):
-    "Warns, after the first training batch, of modules in `fp32_modules` whose forward did not run."
-    def after_loss(self) -> None:
-        "Look at the modules, once, after a complete forward pass: later batches do not pass here."
-        cb, fit = self.cb, self.cb.fit
-        if not cb.learn.training: return
-        cb.remove_watcher(self)
-        for name, m in fit.precision.kept_in_fp32(fit.model).items():
-            if getattr(forward_of(m), 'called', True): continue
-            warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, naming it has "
-                      'no effect: its parent module may use its weights directly, as MultiheadAttention does with '
-                      f"out_proj.\nKeep '{name.rpartition('.')[0] or ROOT}' instead.")
-
-
-class ErrorNote(Watcher):
-    "Adds advice to PyTorch's dtype errors, to oneDNN's about an LSTM, and to those of anomaly detection."
-    def after_failure(self, error: BaseException) -> None:
-        "Add a note to `error`, with Python 3.11 or newer."
-        fit = self.cb.fit
-        if not (fit and fit.precision.dtype and hasattr(error, 'add_note')): return
-        if re.search(_DTYPES, str(error)):
-            error.add_note('If the model trains in fp32: `learn.precision_report()` names the module that does not run '
-                           'in 16 bits, and prints the call that keeps it in fp32.')
-        elif fit.scaling and _ANOMALY in str(error):
-            error.add_note('Switch off `torch.autograd.detect_anomaly`: it raises at the first overflow, but '
-                           'loss scaling skips the step.')

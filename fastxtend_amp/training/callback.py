@@ -30,7 +30,7 @@ from .fit import Fit
 from .history import StepHistory
 from .scaling import Scaling
 
-_EVENTS = (*_events, 'before_close', 'after_failure')            # for watchers: a fit ends, or raised an exception
+_EVENTS = (*_events, 'after_open', 'before_close', 'after_failure')    # for watchers: of a fit
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 
 
@@ -197,6 +197,7 @@ class MixedPrecision(fp16.MixedPrecision):
             raise ValueError('The learner has several precision callbacks. Keep one: `learn.to_fp16()` or another '
                              'method replaces them all.')
         self.fit = Fit(self, device, trains)
+        self('after_open')
         return self.fit
 
     def close(self, failed: bool = False) -> None:
