@@ -21,10 +21,11 @@ from .comparison_result import PrecisionComparison
 from .copies import note_of_left_out
 from .display import progress_bar
 from .random_states import random_state_kept
-from .recommendation import COLUMNS, Speed, last_fifth, recommend, tolerance
+from .recommendation import last_fifth, recommend, tolerance
 from .requirements import check_learner, no_batch
 from .rounds import Rounds
 from .running import loader_like
+from .speed import COLUMNS, Speed
 from .trial import Trial
 from .values import tensors
 

@@ -8,7 +8,7 @@ from fastai.learner import Learner
 from ..messages import check_argument
 from .choices import Choice
 from .display import Shown
-from .recommendation import COLUMNS, Speed
+from .speed import COLUMNS, Speed
 
 
 @dataclass(repr=False, eq=False)

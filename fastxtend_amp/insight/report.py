@@ -84,14 +84,8 @@ def precision_report(self: Learner,
             drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
 
-        rules = ", device='cuda'" if simulated else ''
-
-        def before_run(name, unknown):
-            show(name)
-            if time.monotonic() > until:
-                raise OutOfTime(f'the time limit (`max_seconds={max_seconds:g}`) was reached before {unknown}',
-                                f"learn.precision_report('{name}', max_seconds={10 * max_seconds:g}{rules})")
-        return _Reporter(self, drawn, Sample(self, drawn[:n_batches]), simulated, before_run).report(classes)
+        sample = Sample(self, drawn[:n_batches])
+        return _Reporter(self, drawn, sample, simulated, max_seconds, until, show).report(classes)
 
 
 @dataclass
@@ -101,7 +95,9 @@ class _Reporter:
     drawn: list # Batches whose gradients are compared
     sample: Sample # The first of these batches, on which modules are judged
     simulated: bool # Whether a CPU follows CUDA's autocast rules
-    before_run: Callable # Called with the name of a precision, and what is unknown; may raise `OutOfTime`
+    max_seconds: float
+    until: float # The end of the time limit, by `time.monotonic`
+    show: Callable # Called with the name of a precision, for a progress bar
 
     def report(self, classes: list[type[Precision]]) -> PrecisionReport:
         "Return the report on these precisions."
@@ -133,7 +129,7 @@ class _Reporter:
                  or Choice.for_learner(self.learn, cls).precision.first_scale)
         sample = self.small_sample if status == 'emulated' else self.sample
         batches = () if sample.is_small else self.drawn[:N_BATCHES]      # gradients of few items are mostly noise
-        judge = self.judges[cls.name] = Judge(cls, sample, scale, batches, self.before_run)
+        judge = self.judges[cls.name] = Judge(cls, sample, scale, batches, self._before_run)
         verdict = judge.verdict()
         is_advised = isinstance(verdict.next, Choice)
         verdict.is_emulated = status == 'emulated' and is_advised and not self.simulated
@@ -141,6 +137,14 @@ class _Reporter:
         if not lacking: return verdict
         return Verdict(cls.name, 'not known', f'this CPU has no {cls.name} kernel for {named(lacking.failed_in)}, '
                        f'which CUDA may have: {lacking.error}')
+
+    def _before_run(self, name, unknown):
+        "Show the name of a precision; raise `OutOfTime` with what is unknown if the time limit is reached."
+        self.show(name)
+        if time.monotonic() <= self.until: return
+        rules = ", device='cuda'" if self.simulated else ''
+        raise OutOfTime(f'the time limit (`max_seconds={self.max_seconds:g}`) was reached before {unknown}',
+                        f"learn.precision_report('{name}', max_seconds={10 * self.max_seconds:g}{rules})")
 
     def _advise_another(self):
         "Advise another precision of this report, or fp32, where a verdict has nothing next."

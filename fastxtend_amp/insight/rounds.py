@@ -3,7 +3,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .recommendation import FEWEST_ROUNDS
+from .speed import FEWEST_ROUNDS
 from .trial import Trial
 
 _FEWEST = 7                     # rounds at least, into which `n_steps` are divided

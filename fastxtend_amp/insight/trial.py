@@ -18,8 +18,9 @@ from ..training.loop import precision_callback, run_outermost
 from .choices import Choice
 from .copies import copied_learner
 from .random_states import random_state, set_random_state
-from .recommendation import Speed, last_fifth
+from .recommendation import last_fifth
 from .running import begin_fit, run_batch
+from .speed import Speed
 from .values import is_plain
 
 

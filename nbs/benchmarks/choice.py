@@ -33,8 +33,9 @@ from torchvision.models import resnet18
 from fastxtend_amp import fused
 from fastxtend_amp.insight.choices import Choice, native_precisions, to_compare
 from fastxtend_amp.insight.compare import Plan
-from fastxtend_amp.insight.recommendation import COLUMNS, Speed, recommend, tolerance
+from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.insight.rounds import Rounds
+from fastxtend_amp.insight.speed import COLUMNS, Speed
 from fastxtend_amp.insight.trial import Trial
 from fastxtend_amp.precisions import Precision
 from fastxtend_amp.tools.device import usable_device
