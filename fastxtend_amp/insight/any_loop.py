@@ -1,5 +1,6 @@
 "`precision_report` without a learner: the report for a training loop of one's own."
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -54,9 +55,10 @@ def precision_report(
     drawn = map_tensors(half_to_float, [_checked(batch, i, by_name) for i, batch in enumerate(drawn)])
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
-    def inputs(module, args, kwargs): return ((), args[0]) if by_name else None          # `model(**batch)`
-    # First, as hooks of the model read its arguments by name; a copy has it as well.
-    with unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True):
+    def inputs(module, args, kwargs): return (), args[0]         # `model(**batch)`; a copy has it as well
+    with ExitStack() as stack:
+        if by_name:                                              # first, as hooks of the model read its arguments
+            stack.enter_context(unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True))
         learn = Learner(dls, model, _loss if by_name else loss_func)
         report = learn.precision_report(dl=drawn, n_batches=n_batches, precisions=precisions, max_seconds=max_seconds,
                                         device=device)

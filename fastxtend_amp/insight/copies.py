@@ -100,15 +100,16 @@ def _copy(learn, optimizer):
             if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
     for m in new.model.modules():
         if hasattr(m, COMPILED_NAME): continue                   # a compiled module knows how to be copied
-        for name, method in [*vars(m).items()]:                  # a compiled one would run the original
-            if isinstance(method, FunctionType): vars(m)[name] = _copied(uncompiled(method), memo)
+        for owner in (vars(m), m._forward_pre_hooks, m._forward_hooks):
+            for key, function in [*owner.items()]:               # a compiled one would run the original
+                if isinstance(function, FunctionType): owner[key] = _copied(uncompiled(function), memo)
         # One that waits for no other process.
         if isinstance(m, nn.SyncBatchNorm): vars(m)['forward'] = MethodType(nn.BatchNorm1d.forward, m)
     return new
 
 
 def _copied(x, memo):
-    """Deep-copy `x`. Of a function, which may replace a method, copy the model in its closure as well.
+    """Deep-copy `x`. Of a function, which may replace a method or be a hook, copy the model in its closure as well.
 
     Anything else in a closure is shared, because hooks and callbacks may refer to it.
     """

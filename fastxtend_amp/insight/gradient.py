@@ -78,12 +78,14 @@ def gradient_distance(
                 if not all_finite(h.gradients):
                     distance.lost.append(batch)
                     continue
+                if distance.n and len(g.gradients) != mean.shape[1]:
+                    raise ValueError('not all batches train the same parameters')
                 distance.n += 1
                 change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
                 mean += change / distance.n
                 squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
     if distance.lost: return distance
-    if not squares: raise ValueError('that needs two batches whose gradients differ')
+    if not squares: raise ValueError(f'that needs two batches with different gradients; {distance.n} gave one')
     noise = math.sqrt(squares / (distance.n - 1) / distance.n)
     distance.ratio = float(mean[1].norm()) / noise
     return distance

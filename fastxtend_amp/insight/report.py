@@ -78,12 +78,11 @@ def precision_report(self: Learner,
         raise ValueError(f'device={device!r} cannot be used: the model trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
-    dl, until = self.dls.train if dl is None else dl, time.monotonic() + max_seconds
+    until, source = time.monotonic() + max_seconds, self.dls.train if dl is None else dl
     with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as show:
         with random_state_kept():                                # the runs start from the state before drawing
-            drawn = [*islice(loader_like(dl), max(n_batches, N_BATCHES))]
+            drawn = [*islice(loader_like(source), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
-
         sample = Sample(self, drawn[:n_batches])
         return _Reporter(self, drawn, sample, simulated, max_seconds, until, show).report(classes)
 

@@ -26,6 +26,9 @@ def check_learner(
     if double := [name for name, p in learn.model.named_parameters() if p.dtype is torch.float64]:
         raise ValueError(f"{method} does not support float64: '{double[0]}' would stay in it, in autocast as well.\n"
                          'Convert the model with `.float()`.')
+    if any(isinstance(m, torch.jit.ScriptModule) and [*m.parameters()] for m in learn.model.modules()):
+        raise ValueError(f'{method} does not support TorchScript modules with weights, whose copies do not train.\n'
+                         'Use the model as it was before `torch.jit.script` or `torch.jit.trace`.')
     if is_sharded(learn.model):
         raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')

@@ -35,8 +35,8 @@ def readable(x: object) -> list[torch.Tensor]:
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    "Return whether `t` can be read: sparse, nested and 8-bit tensors, and subclasses, may not have the operators."
-    is_dense = t.layout is torch.strided and not t.is_nested and t.element_size() > 1
+    "Return whether `t` can be read. Sparse, nested, meta and 8-bit tensors, and subclasses, may lack operators."
+    is_dense = t.layout is torch.strided and not (t.is_nested or t.is_meta) and t.element_size() > 1
     return is_dense and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 

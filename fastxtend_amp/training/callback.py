@@ -31,6 +31,8 @@ from .history import StepHistory
 from .scaling import Scaling
 
 _EVENTS = (*_events, 'after_open', 'before_close', 'after_failure')    # for watchers: of a fit
+_NOT_FASTAIS = ("This batch runs in fp32: the learner's class replaces a method of fastai that enters autocast, "
+                '`_with_events` or `one_batch`.\nCall `super()` in it.')
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')
 
 
@@ -211,7 +213,10 @@ class MixedPrecision(fp16.MixedPrecision):
         "Run an event here, then in the watchers."
         if self.learn is None: return                            # removed in this event
         if event_name in _inner_loop:
-            if not self.parts or not (self.run_train if self.learn.training else self.run_valid): return
+            if not self.parts:
+                if event_name == 'before_batch': warn_user(_NOT_FASTAIS, self.learn)   # once
+                return
+            if not (self.run_train if self.learn.training else self.run_valid): return
             if not self.fit and event_name != 'before_batch': return      # added in this batch
         if self.run:
             for method in self.methods.get(event_name, ()): method()

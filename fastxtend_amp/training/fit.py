@@ -54,6 +54,7 @@ class Fit(ExitStack):
         self.model = learn.model
         if not self.trains: return
         if old is None:
+            precision.prepare(learn)                             # again: `before_fit` may have set model or optimizer
             for context in precision.around_training(learn): self.enter_context(context)
         if self.scaling: self.scaling.buffers.look_at(learn.model)
 

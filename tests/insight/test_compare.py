@@ -168,6 +168,7 @@ ERRORS = {
     'another device': lambda: learner().precision_report(device='xpu'),
     'no loss scales to plot': lambda: learner().to_fp16().mixed_precision.plot_scales(),
     'float64': lambda: learner(mlp().double()).precision_report(),
+    'TorchScript': lambda: learner(torch.jit.script(mlp())).precision_report(),
     'frozen': lambda: learner(mlp().requires_grad_(False)).compare_precision(),
     'lazy': lambda: learner(nn.LazyLinear(1)).compare_precision(),
     'NaN': lambda: learner(linear().apply(lambda m: m.weight.data.fill_(NAN))).to_amp(measure=True),

@@ -531,8 +531,32 @@ def spectral():
     return learner(Spectral())
 
 
+def on_meta(h):
+    "As PyTorch does for the first nested tensor of a process."
+    return h * (torch.ones(8, device='meta') + 1).ndim
+
+
+class Keeps(nn.Module):
+    "Reads features that a hook has stored in it."
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+
+        def keep(module, args, out):
+            self.features = out
+
+        self.body.register_forward_hook(keep)
+
+    def forward(self, x):
+        self.body(x)
+        return self.head(self.features)
+
+
 RUNS = {
     'complex weights': spectral,
+    'a hook refers to the model': lambda: learner(Keeps()),
+    'a tensor without memory': lambda: learner(layers(Act(on_meta))),
     'a scripted module': lambda: learner(layers(torch.jit.script(nn.ReLU()))),
     'unpacked by a callback': lambda: learner(Gives(mlp()), cbs=Unpacks()),
     'tied, in place, called twice': lambda: learner(Tied()),

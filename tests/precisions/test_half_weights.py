@@ -180,6 +180,15 @@ def test_optimizers_and_parameters_that_do_not_fit(expected):
     assert '\n'.join(lines) == expected('half_weights')
 
 
+@pytest.mark.parametrize('arguments', [FLAT, NONE])
+def test_an_optimizer_that_a_callback_sets_when_the_fit_begins_does_not_fit(arguments):
+    exchange = lambda l: setattr(l, 'opt_func', Lamb) or l.create_opt()
+    learn = learner(opt_func=kahan('AdamW') if arguments is NONE else Adam).to_bf16(**arguments)
+    with pytest.raises(ValueError, match='cannot be used with Lamb'):
+        learn.fit(1, cbs=At('before_fit', exchange))
+    assert is_outside_a_fit(learn)
+
+
 def test_fastais_arguments():
     cb = learner().to_half_weights('fp16', 512.0, True, True, '1').mixed_precision
     assert repr(cb.precision) == "learn.to_fp16(loss_scale=512.0, fp32_modules='1', flat_master=True)"

@@ -6,7 +6,9 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest, torch
+from fastai.learner import Learner
 from fastai.torch_core import TensorImage, ismin_torch
+from fastcore.basics import noop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -193,6 +195,25 @@ def ready(to='bf16', model='mlp', cbs=(), **kwargs):
     learn = learner(MODELS[model](), dls, cbs=[mixed(to, **kwargs), *cbs], opt_func=OPTS['adamw'])
     learn.fit(1, 0.01)
     return learn
+
+
+class OwnEvents(Learner):
+    "Whose loop opens no parts."
+
+    def _with_events(self, f, event_type, ex, final=noop):
+        try:
+            self(f'before_{event_type}')
+            f()
+        except ex:
+            self(f'after_cancel_{event_type}')
+        self(f'after_{event_type}')
+        final()
+
+
+def test_a_loop_without_fastais_says_that_it_trains_in_fp32():
+    learn = learner(cls=OwnEvents).to_bf16()
+    (said,) = told(lambda: learn.fit(2), 'This batch runs in fp32')
+    assert '`_with_events` or `one_batch`' in said
 
 
 def test_each_weight_is_cast_once():
