@@ -31,6 +31,7 @@ def wrong_in_reference(reference: Recording, batches: object) -> str:
     NaN in the data is reported only if the loss or a gradient is not finite, as losses may ignore targets that are NaN.
     """
     if not reference.losses: return 'no batch gave a loss: use batches with targets, or a model that returns the loss'
+    if not reference.has_gradients: return 'no gradient was seen: the loop of the learner has to run `after_backward`'
     modules, own = reference.modules.values(), not_fp32(reference)
     if not reference.not_finite:
         in_16 = [bool(m.half_line) for m in modules if m.has_product]
@@ -113,7 +114,7 @@ def loss_scales(run: Recording) -> tuple[float, float]:
     """
     info = torch.finfo(run.precision.dtype or torch.float32)
     half = [m.reference for m in run.modules.values() if m.largest_half and m.reference.grad]
-    if not half: return 1., 2. ** 24
+    if not half: return 1., run.precision.first_scale if run.unreadable else 2. ** 24      # the one that it ran with
     largest = max(m.grad for m in half)
     most = 2. ** min(math.floor(math.log2(info.max / largest)), _HIGHEST)
     mean = sum(m.grad_sum for m in half) / sum(m.n_grads for m in half)

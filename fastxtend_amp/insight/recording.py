@@ -32,6 +32,7 @@ class Recording(TorchDispatchMode):
         ROOT               in a validation without hooks
     """
     not_finite = ''                                              # 'loss'; 'gradient' if all losses are finite
+    has_gradients = False                                        # whether a backward pass ended as in fastai's loop
     validates = False                                            # whether validation gives finite results
     error = ''                                                   # text of the exception that ended it
     failed_in = ''                                               # see above
@@ -119,6 +120,7 @@ class Recording(TorchDispatchMode):
 
     def record_gradients(self, model: nn.Module) -> None:
         "Record the gradients of the parameters."
+        self.has_gradients = True
         for name, m in qualified_names(model):
             for p in m.parameters(recurse=False):
                 if p.grad is None or not is_plain(g := p.grad.to_dense()): continue

@@ -1,5 +1,6 @@
 "The watcher of a fit: it reports why training failed, as a warning or an error."
 import math
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -167,7 +168,8 @@ class FailureWatcher(Watcher):
         "Say what happened, what to try and where it began: once a fit."
         learn, seen, cb = self.cb.learn, self.seen, self.cb
         alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
-        diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
+        with cb.fit.scaling.buffers.repaired() if cb.fit.scaling else nullcontext():
+            diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.seen = None                                       # first: a fix may close the fit
         may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES

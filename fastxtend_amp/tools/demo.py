@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--out', type=Path, default=Path('fastxtend_amp_demo.png'), metavar='FILE',
                         help='the PNG to write (default %(default)s)')
     args = parser.parse_args(argv)
-    if not os.access(args.out.parent, os.W_OK):
-        parser.error(f'--out {args.out}: {args.out.parent} is not a folder, or not writable')
+    if args.out.is_dir() or not os.access(args.out.parent, os.W_OK):
+        parser.error(f'--out {args.out}: it must be a file in a writable folder')
     if not args.max_seconds > 0: parser.error(f'--max-seconds {args.max_seconds:g}: it must be above 0')
     device = usable_device(parser, args.device)
     for r in precision_support(device).itertuples():

@@ -1,5 +1,7 @@
 "The buffers of a model that a skipped step must not spoil, such as BatchNorm's statistics."
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,16 @@ class Buffers:
                 now = now.where(keep, before)
                 torch._foreach_copy_(buffers, now.unbind())
             self.good[key] = now
+
+    @contextmanager
+    def repaired(self) -> Iterator[None]:
+        "In this context, restore the values that a bad batch made NaN or infinite; a model may read them in training."
+        good, now = self.good, {key: torch.stack(buffers) for key, buffers in self._alike().items()}
+        self.remember(True)
+        try: yield
+        finally:
+            self.good = good
+            for key, buffers in self._alike().items(): torch._foreach_copy_(buffers, now[key].unbind())
 
     def _alike(self) -> dict[Any, list[torch.Tensor]]:
         found = defaultdict(list)

@@ -48,7 +48,7 @@ class Scaling:
     """The loss scaling of one fit.
 
     Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
-    its end, or zeroed after an exception and if one is not finite.
+    its end, or zeroed if a step or a batch failed, and if one is not finite.
     """
     def __init__(self, scaler: Any, cb: MixedPrecision, device: torch.device): # `scaler`: a `GradScaler`
         state = scaler.state_dict()
@@ -153,6 +153,7 @@ class Scaling:
 
     def end(self, failed: bool) -> None:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
+        failed &= self.gradients is not Gradients.BETWEEN_STEPS  # those of an earlier fit are kept
         if self.gradients is Gradients.SCALED: self.unscale()
         if failed or self.step.found_inf:
             self.buffers.remember(True)

@@ -144,6 +144,28 @@ def test_a_gradient_that_is_infinite_at_any_loss_scale(mode, kwargs, lost, opt):
         fits('raise')
 
 
+class Center(nn.Module):
+    "Subtracts a mean over batches, which an overflow makes infinite."
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().float().mean(0), 0.1)
+        return x - self.mean
+
+
+def test_a_buffer_that_the_failed_batch_has_spoiled_is_not_the_cause():
+    torch.manual_seed(0)
+    loud = Act(lambda h: h * 2.0**17)
+    learn = learner(nn.Sequential(nn.Linear(6, 8), loud, Center(), nn.LayerNorm(8), nn.Linear(8, 1)))
+    learn.to_fp16(on_overflow='fix').fit(1)
+    (fix,) = learn.mixed_precision.fixes
+    assert "fp32_modules=['1'" in fix.call and sum(learn.mixed_precision.skips) == 1
+
+
 def test_what_was_done_is_printed_and_kept_and_the_call_starts_with_it(capsys):
     learn = trained(*RUNS['grows'], 0, 'fix')
     (fix,) = learn.mixed_precision.fixes

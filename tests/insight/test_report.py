@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest, torch
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
+from fastai.learner import Learner
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
@@ -242,6 +243,19 @@ class Third(nn.Linear):
         return super().forward(x) * (math.nan if lost else 1)
 
 
+class OwnLoop(Learner):
+    "Without fastai's events of the backward pass."
+
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.clone()
+        self('after_loss')
+        if self.training:
+            self.loss_grad.backward()
+            self.opt.step()
+
+
 def by_chance(h):
     return h * (1 + random.SystemRandom().random())
 
@@ -272,6 +286,7 @@ EVIDENCE = {  # a learner, and what the report on bf16 says
         'the loss is not finite, first in the loss function, but the reference is not fp32: the loss function computes '
         'in 16 bits',
     ),
+    'own loop': (lambda: learner(cls=OwnLoop), 'bf16: not known.* no gradient was seen'),
     'vmap': (lambda: learner(Mapped()), unseen + "'inner'"),
     'forward-mode AD': (lambda: learner(Directional()), unseen + "the model's own `forward`, 'inner'"),
     'a callback': (lambda: learner(cbs=Teacher()), 'callback `Teacher` does not run in bf16: the teacher wants fp32'),
@@ -304,6 +319,21 @@ def test_what_is_evidence(name, monkeypatch):
     assert re.search(words, said, re.S), said
     others = 'reference is not|Inside a|not determ|at first|become equal'
     assert bool(re.search(others, said)) == bool(re.search(others, words))
+
+
+def test_of_a_model_that_could_not_be_looked_at_only_the_loss_scale_that_ran_is_said_to_work():
+    class Ensemble(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+            self.weights, self.biases = nn.Parameter(torch.randn(3, 1, 6)), nn.Parameter(torch.zeros(3, 1))
+
+        def forward(self, x):
+            call = lambda w, b: torch.func.functional_call(self.layer, dict(weight=w, bias=b), (x,))
+            return torch.func.vmap(call)(self.weights, self.biases).mean(0)
+
+    learn = learner(Ensemble()).to_fp16(init_scale=64.0)
+    assert learn.precision_report('fp16').verdicts['fp16'].scale_range == (1, 64)
 
 
 def test_anomaly_detection_is_off_in_a_report():

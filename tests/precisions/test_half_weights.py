@@ -163,6 +163,7 @@ def with_own_step(*args, **kwargs):
 REFUSED = {  # name: arguments, and those of a learner; the errors of `fit` are in tests/expected/half_weights.txt
     'flat, lamb': (FLAT, dict(opt_func=Lamb)),
     'flat, own step': (FLAT, dict(opt_func=with_own_step)),
+    'flat, sparse gradients': (FLAT, dict(model=nn.Sequential(nn.Linear(6, 1), nn.Embedding(2, 1, sparse=True)))),
     'flat, in two groups': (FLAT, dict(splitter=lambda m: [[*m.parameters()], [m[0].bias]])),
     'no masters, without summation': (NONE, dict(opt_func=kahan('AdamW', kahan_sum=False))),
 }

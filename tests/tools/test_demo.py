@@ -47,7 +47,8 @@ def test_native_precisions_train_and_others_do_not(native, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     'args, message',
     [
-        (['--out', 'no/such/f.png'], 'no/such is not a folder, or not writable'),
+        (['--out', 'no/such/f.png'], '--out no/such/f.png: it must be a file in a writable folder'),
+        (['--out', '.'], '--out .: it must be a file in a writable folder'),
         (['--max-seconds', '0'], '--max-seconds 0: it must be above 0'),
     ],
 )

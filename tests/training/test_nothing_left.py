@@ -157,6 +157,14 @@ def test_no_gradient_stays_scaled_after_an_exception(then):
     assert max(found) < 64
 
 
+def test_an_error_before_the_first_batch_keeps_the_gradients_of_an_earlier_fit():
+    learn = make('fp16', cbs=[GradientAccumulation(1000)])
+    learn.fit(1, 0.01)
+    before = [p.grad.clone() for p in learn.model.parameters()]
+    assert ending(lambda: learn.fit(1, 0.01, cbs=Bomb('before_fit', 20, RuntimeError)))
+    assert same([p.grad for p in learn.model.parameters()], before) and largest(learn) > 0
+
+
 def test_an_error_after_a_skip_leaves_no_gradient():
     learn = learner().to_fp16(init_scale=1e38, on_overflow='raise', max_skips=1)
     with pytest.raises(FloatingPointError):
