@@ -64,9 +64,9 @@ WORDS = {
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'to_native_fp16, difference to fastai, does to_fp16 still work, fastai to_fp16, '
                                 'learn.scaler, to_fp16 does nothing',
-                    'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true, 16-true',
+                    'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true',
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
-                    'Side by side': 'compare with Accelerate, Fabric, Lightning, Composer'},
+                    'Side by side': 'compare with Accelerate, Fabric, Lightning'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval, '
                                         'GradScaler, grad_scaler, init_scale, disable loss scaling, '
                                         'turn off loss scaling, NaN gradients, skip_nonfinite'},
@@ -114,6 +114,15 @@ WORDS = {
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
                      'What importing changes': 'monkey patch, go back to fastai'},
+    'pytorch': {
+        'Any PyTorch model: a loop, Lightning, the Trainer':
+            'LightningModule, report without a learner, underflow_overflow, Trainer, '
+            'accelerator.prepare, fabric.setup, plain PyTorch, own training loop',
+        'Train as the report says': '16-true',
+        'Modules in fp32': 'fp32 module without a learner',
+        'The loss scale': 'GradScalerKwargs',
+        'If the loss becomes NaN later': 'NaN in my own loop, NaN after some epochs',
+        "A LightningModule's own training_step": 'training_step, compute_loss'},
     'recipes': {
         'Recipes': 'early stopping, EarlyStoppingCallback, lr_find, learning rate finder, freeze, '
                    'unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
@@ -146,9 +155,6 @@ WORDS = {
         'A custom loss function': 'custom loss, focal loss, loss function, multi-label',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
-        'The report for a PyTorch loop, Lightning or the Trainer':
-            'LightningModule, training_step, report without a learner, underflow_overflow, Trainer, '
-            'accelerator.prepare, fabric.setup, GradScalerKwargs',
         'A frozen base in 16 bits (LoRA)': 'LoRA, peft, adapters, frozen model, fine-tune',
         'TF32': 'TF32',
         'FP8': 'FP8, float8',

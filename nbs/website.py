@@ -13,7 +13,7 @@ import api_pages
 
 PAGES = {
     'Start': ['start', '01_tutorial', 'coming_from'],
-    'Guides': ['recipes', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
+    'Guides': ['recipes', 'pytorch', '02_save_and_export', '03_gpus_compile_xla', 'troubleshooting'],
     'Background': ['how_it_works', 'guarantees', 'evidence'],
     'Reference': ['api', *api_pages.PAGES, 'operators', 'changelog', 'contributing']}
 TOP = {'index': 'README', 'changelog': 'CHANGELOG', 'contributing': 'CONTRIBUTING'}    # files of the top level, by page

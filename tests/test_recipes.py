@@ -16,7 +16,8 @@ from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loa
 from helpers import python, same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
-BLOCKS = re.findall(r'```python\n(.*?)```', (NBS / 'recipes.md').read_text(), re.S)
+PAGES = ''.join((NBS / f'{name}.md').read_text() for name in ('recipes', 'pytorch'))
+BLOCKS = re.findall(r'```python\n(.*?)```', PAGES, re.S)
 NEEDS = {'onnx': 'onnxscript', 'tensorboard': 'tensorboard', 'kahan': 'optimi'}
 
 
@@ -68,7 +69,7 @@ def run_recipe(word, **names):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize(
     'block',
-    [b for b in BLOCKS if not re.search(r'trainer|\blit\b|8bit|to_fp8|load_learner', b)],
+    [b for b in BLOCKS if not re.search(r'trainer|train_dataloader|\blit\b|failed\.pt|8bit|to_fp8|load_learner', b)],
     ids=lambda b: b.splitlines()[-1][:40],
 )
 def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
@@ -85,17 +86,26 @@ def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
     assert learn.precision_report('bf16').verdicts['bf16'].verdict != 'not known'
 
 
-@pytest.mark.parametrize('mode, opt', [('fp32', 'adam'), ('fp16', 'adam'), ('fp16', 'fused adamw')])
-def test_an_ema_leaves_out_skipped_steps_and_lr_find(mode, opt, tmp_path):
-    ema = run_recipe('class EMA').EMA()
-    learn = learner(cbs=ema, opt_func=OPTIMIZERS[opt], path=tmp_path)
+class EMA(Callback):
+    "As the manual says."
+
+    average = None
+
+    def after_step(self):
+        if hasattr(self.learn, 'lr_finder') or self.learn.mixed_precision.skipped:
+            return
+        self.average = self.average or torch.optim.swa_utils.AveragedModel(self.model)
+        self.average.update_parameters(self.model)
+
+
+@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
+def test_an_ema_leaves_out_skipped_steps_and_lr_find(opt, tmp_path):
+    ema = EMA()
+    learn = learner(cbs=[mixed('fp16'), ema], opt_func=OPTIMIZERS[opt], path=tmp_path)
     learn.lr_find(num_it=20, suggest_funcs=(), show_plot=False)
     assert ema.average is None
-    if mode == 'fp16':
-        learn.add_cbs([mixed(mode), spoil_at(1, 3)])
-    learn.fit(1)
-    assert ema.average.n_averaged == (4 if mode == 'fp16' else 6)
-    learn.model.load_state_dict(ema.average.module.state_dict())
+    learn.add_cb(spoil_at(1, 3)).fit(1)
+    assert ema.average.n_averaged == 4
 
 
 def test_a_model_goes_from_a_report_on_a_laptop_to_a_gpu_and_back_without_the_package(tmp_path):
@@ -165,10 +175,9 @@ def test_the_report_on_a_loop_without_a_learner():
     loader = torch.utils.data.DataLoader(dataset(), batch_size=4, shuffle=True)
     named, lit = [{'x': x, 'labels': y} for x, y in loader], OwnLoss()
     trainer = SimpleNamespace(model=lit, get_train_dataloader=lambda: iter(named))
-    found, step = (
-        run_recipe(word, lit=lit, train_dataloader=loader, trainer=trainer) for word in ('trainer', 'training_step')
-    )
-    reports = {'attn': found.report, 'net.attn': found.of_trainer, 'lit.net.attn': step.report}
+    names = dict(model=lit.net, lit=lit, train_dataloader=loader, trainer=trainer)
+    words = {'attn': 'train_dataloader, F', 'net.attn': 'trainer', 'lit.net.attn': 'training_step'}
+    reports = {name: run_recipe(word, **names).report for name, word in words.items()}
     for name, report in reports.items():
         bf16, fp16 = (v.call for v in report.verdicts.values())
         assert bf16 == 'bf16' and fp16.startswith('fp16') and f"fp32_modules=['{name}']" in fp16
@@ -180,6 +189,23 @@ def test_the_report_on_a_loop_without_a_learner():
             finite_in_fp16.append(bool(lit.net(named[0]['x']).isfinite().all()))
         run_recipe('def in_fp32', model=lit.net)
     assert finite_in_fp16 == [False, True]
+
+
+def test_a_batch_that_failed_in_a_loop_is_examined_in_another_process(monkeypatch, tmp_path, capsys):
+    "Although its forward pass made BatchNorm's statistics infinite."
+    monkeypatch.chdir(tmp_path)
+
+    def model():
+        return nn.Sequential(OrderedDict(net=Attentive(), norm=nn.BatchNorm1d(1)))
+
+    (x, y), failing = dataset()[:4], model()
+    with torch.autocast('cpu', torch.float16):
+        loss = F.mse_loss(failing(x), y)
+    assert not all(b.isfinite().all() for b in failing.buffers())
+    with pytest.raises(FloatingPointError):
+        run_recipe('not loss.isfinite', model=failing, loss=loss, x=x, y=y)
+    run_recipe('torch.load', model=model())
+    assert "fp32_modules=['net.attn']" in capsys.readouterr().out
 
 
 def test_models_of_transformers_and_lightning():
