@@ -60,10 +60,12 @@ WORDS = {
         'RuntimeError: ... are unsafe to autocast': 'unsafe to autocast, BCELoss, binary_cross_entropy',
         "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
         "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
+        "NotImplementedError: cannot instantiate 'PosixPath' on your system": 'PosixPath, WindowsPath',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
-    'coming_from': {'fastai 2': 'to_native_fp16, difference to fastai, does to_fp16 still work, fastai to_fp16, '
-                                'learn.scaler, to_fp16 does nothing',
+    'coming_from': {'fastai 2': 'to_native_fp16, uninstall, is it safe, '
+                                'difference to fastai, does to_fp16 still work, fastai to_fp16, '
+                                'learn.scaler, to_fp16 does nothing, go back to fastai',
                     'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true',
                     'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning'},
@@ -113,7 +115,7 @@ WORDS = {
                      'When a step is skipped': 'running_mean NaN, BatchNorm NaN, batch norm statistics',
                      'One training step': 'callback order',
                      'How the report works': 'gradient differs',
-                     'What importing changes': 'monkey patch, go back to fastai'},
+                     'What importing changes': 'monkey patch'},
     'pytorch': {
         'Any PyTorch model: a loop, Lightning, the Trainer':
             'LightningModule, report without a learner, underflow_overflow, Trainer, '
@@ -128,6 +130,7 @@ WORDS = {
                    'unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
                    'tta, fine_tune',
         'Keep modules in fp32':
+            'do not use, custom loss, focal loss, loss function, multi-label, '
             'fp32_modules, matches no module, turn off mixed precision for one layer, one layer, '
             'exclude a layer from fp16, '
             'exclude layers, keep layer in fp32, disable autocast for part of model, '
@@ -152,7 +155,6 @@ WORDS = {
         'Hugging Face models': 'HuggingFace, Hugging Face, transformers, dict batch',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
-        'A custom loss function': 'custom loss, focal loss, loss function, multi-label',
         'Averaged weights: EMA': 'EMA, averaged weights',
         '8-bit optimizers': '8-bit optimizer, 8bit, bitsandbytes, AdamW8bit',
         'A frozen base in 16 bits (LoRA)': 'LoRA, peft, adapters, frozen model, fine-tune',
