@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
+from fastai.torch_core import default_device
 from torch import nn
 
 
@@ -17,11 +18,12 @@ def model_device(model: nn.Module, default: torch.device | str) -> torch.device:
 
 
 def training_device(learn: Learner) -> torch.device:
-    """Return the device that `learn.fit` will use: its DataLoaders', to which fastai moves the model when a fit starts.
+    """Return the device to which fastai moves the model when a fit starts: its DataLoaders', else the default one.
 
-    The model's own device if the DataLoaders name none.
+    It stays on its own device if the DataLoaders have None as theirs.
     """
-    try: device = getattr(learn.dls, 'device', None)
+    try: device = learn.dls.device
+    except AttributeError: device = default_device()             # DataLoaders of PyTorch
     except IndexError: device = None                             # an empty DataLoaders raises it for any attribute
     return model_device(learn.model, 'cpu') if device is None else torch.device(device)
 

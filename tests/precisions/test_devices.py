@@ -2,12 +2,14 @@
 
 import pytest, torch
 from fastai.callback import fp16
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
 from torch import nn
 
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.precisions import find_precision
 from fastxtend_amp.training.loop import precision_callback
-from helpers import finite, is_outside_a_fit, learner, mlp, python, set_support, told
+from helpers import dataset, finite, is_outside_a_fit, learner, mlp, python, set_support, told
 
 FP16, BF16 = AMPMode.FP16, AMPMode.BF16
 
@@ -39,6 +41,14 @@ def test_devices_that_cannot_and_those_that_do_not_exist():
             precision_support(wrong)
     table = precision_support()
     assert [*table.columns] == ['device', 'precision', 'support', 'why'] and table.why.str.len().all()
+
+
+def test_pytorchs_loaders_have_no_device_so_fastai_uses_the_default_one(monkeypatch):
+    monkeypatch.setattr('fastxtend_amp.learners.default_device', lambda: torch.device('meta'))
+    loader = torch.utils.data.DataLoader(dataset(), 8)
+    learn = Learner(DataLoaders(loader, loader), mlp(), nn.MSELoss())
+    with pytest.raises(ValueError, match="does not run on device 'meta'"):  # as the fit would
+        learn.to_bf16().fit(1)
 
 
 def test_a_device_without_autocast(monkeypatch):
