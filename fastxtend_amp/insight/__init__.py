@@ -4,11 +4,13 @@ The path of a verdict, each line calling those below it that are further to the 
 
     report.py              draws batches, asks for a verdict on each precision, and adds notes
       judge.py             runs batches, keeps modules in fp32 or lowers the loss scale, runs again
-        sample.py          runs its batches in a precision (choices.py) on a copy of the learner (copies.py, running.py)
+        sample.py          runs its batches in a precision, beside a run in fp32
           recording.py     knows which module runs, and catches its operators and gradients
-            operations.py  runs each operator a second time, in fp32, and records the error of the module
+            operations.py  runs each operator a second time, in fp32 (twins.py)
+            observers.py   note what is found, in the record of the module
         gradient.py        runs two copies, and compares their mean gradients
         evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
+    report_notes.py        what was seen besides the verdicts
     report_result.py       verdicts, tables, notes and plot
 
 The path of a comparison:
@@ -16,10 +18,18 @@ The path of a comparison:
     compare.py             trains copies of the learner, in fp32 with other seeds as well
       rounds.py            has them train in turn, and drops what is clearly slower
         trial.py           trains one copy, and times it
-      recommendation.py    decides whether one is faster, and trains as well
+      recommendation.py    decides whether one is faster (speed.py), and trains as well
     comparison_result.py   table, losses, recommendation and plot
 
-`any_loop.py` makes a learner for a report; `diagnosis.py` asks the judge about a batch that failed in a fit.
+The path of a warning in a fit:
+
+    watch.py               notices a failure
+      diagnosis.py         asks the judge about the batch that failed, and makes the change of 'fix'
+    mistakes.py            explains an error of PyTorch's, and modules that were not called
+
+`any_loop.py` makes a learner for a report. All of them use `requirements.py` (what a learner needs), `choices.py` (a
+precision as a call), `copies.py` with `copied_callbacks.py`, `running.py` (batches on copies), `random_states.py`,
+`values.py` (what can be read of tensors) and `display.py`.
 """
 from ..training import methods as _core
 from ..training.callback import WATCHERS

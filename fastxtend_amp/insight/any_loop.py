@@ -1,6 +1,7 @@
 "`precision_report` without a learner: the report for a training loop of one's own."
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -64,8 +65,9 @@ def precision_report(
                                         device=device)
     if any(p.requires_grad and is_half(p) for p in model.parameters()):
         report.notes.append('Trainable 16-bit weights were treated as fp32: call `model.float()` before training.')
-    for verdict in report.verdicts.values():
-        verdict.next = _Arguments(verdict.next.precision) if isinstance(verdict.next, Choice) else ''
+    for name, verdict in report.verdicts.items():
+        following = _Arguments(verdict.next.precision) if isinstance(verdict.next, Choice) else ''
+        report.verdicts[name] = replace(verdict, next=following)
     return report
 
 

@@ -14,7 +14,7 @@ from ..precisions import PRECISIONS, Precision
 from ..precisions.as_code import as_code
 from ..precisions.matching import is_depthwise, is_grouped, match_modules
 from ..training.callback import MixedPrecision
-from ..training.loop import precision_callback, set_precision
+from ..training.current import precision_callback, set_precision
 from ..training.methods import OPTIONS
 
 

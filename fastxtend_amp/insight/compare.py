@@ -18,7 +18,7 @@ from ..messages import check_above_0, check_integer
 from ..precisions import find_precision
 from .choices import Choice, native_precisions, to_compare
 from .comparison_result import PrecisionComparison
-from .copies import note_of_left_out
+from .copied_callbacks import note_of_left_out
 from .display import progress_bar
 from .random_states import random_state_kept
 from .recommendation import last_fifth, recommend, tolerance

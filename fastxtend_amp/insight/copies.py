@@ -1,5 +1,5 @@
-"A copy of a learner to run on the side: what it holds, and which callbacks it runs."
-import re, tempfile, warnings
+"A copy of a learner to run on the side, and what it holds."
+import tempfile, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from fastai.callback.core import Callback
-from fastai.callback.hook import HookCallback
 from fastai.learner import Learner
 from fastcore.basics import noop
 from torch import nn
@@ -18,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from ..compat import COMPILED_NAME, uncompiled
 from ..devices.facts import autocast_available
 from ..learners import inner_optimizer, training_device
-from ..messages import first_line, is_users, package_of
+from ..messages import first_line
 from ..precisions.matching import unwrapped
-from ..training.loop import precision_callback
+from ..training.current import precision_callback
 from .choices import Choice
+from .copied_callbacks import note_of_left_out, runs_on_copy
 from .random_states import random_state_kept
 
 
@@ -132,37 +132,3 @@ class _Detached(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         has_graph = func is torch.Tensor.__deepcopy__ and not args[0].is_leaf
         return args[0].detach().clone() if has_graph else func(*args, **(kwargs or {}))
-
-
-# -- the callbacks of a copy
-
-# Callbacks of fastai that affect a training step, by name, as some are slow to import. MixHandler is MixUp and CutMix;
-# MixedPrecision also ours. All others of fastai read, schedule, save or stop.
-_OF_FASTAI = set("""TrainEvalCallback CastToTensor MixedPrecision MixHandler GradientAccumulation GradientClip BnFreeze
-    ChannelsLast ModelResetter RNNCallback RNNRegularizer GANTrainer FixedGANSwitcher AdaptiveGANSwitcher
-    GANDiscriminativeLR""".split())
-# Words in the names of classes that track, record, save or show a training, and of the services that they send it to.
-_WATCHES = re.compile('(Track|Record|Sav|(?<!Gradient)(?<!Activation)Checkpoint|Monitor|Progress|Plot|Print|Logg?)'
-                      '(|s|e[drs]*|ing)(?![a-z])|'
-                      '(?i:wandb|tensorboard|mlflow|neptune|comet|clearml|azureml|dvclive|swanlab)')
-
-
-def runs_on_copy(cb: Callback) -> bool:
-    """Return whether a copy runs `cb`: what changes a training does, and nothing is tracked, sent or saved.
-
-    `cb.run_on_copy` decides if it is True or False. Of fastai's callbacks, and those derived from them, a copy runs
-    those that affect a training step. It runs all others, except those whose class, or a class that it is derived from,
-    has a name as trackers, recorders and savers have: `WandbTracker`, `GradientLogger`, `SaveEMA`.
-    """
-    if (own := getattr(cb, 'run_on_copy', None)) is not None: return own
-    classes = [cls for cls in type(cb).__mro__ if cls not in HookCallback.__mro__]
-    of_fastai = [cls.__name__ for cls in classes if package_of(cls) == 'fastai']
-    if of_fastai: return not _OF_FASTAI.isdisjoint(of_fastai)
-    return not any(_WATCHES.search(f'{package_of(cls)} {cls.__name__}') for cls in classes)
-
-
-def note_of_left_out(learn: Learner) -> list[str]: # One sentence or none
-    "Say which callbacks a copy does not run, except those of fastai and fastxtend_amp."
-    names = [cb.name for cb in learn.cbs if is_users(type(cb)) and not runs_on_copy(cb)]
-    return [f"Callbacks left out: {', '.join(names)}. If the training step needs one of them, set its "
-            'attribute `run_on_copy = True`.'] if names else []

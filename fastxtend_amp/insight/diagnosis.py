@@ -8,13 +8,13 @@ from ..learners import several_processes
 from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
 from ..training.fit import check_parallel
-from ..training.loop import precision_callback
+from ..training.current import precision_callback
 from .choices import Choice
 from .evidence import not_finite_data
 from .judge import Judge
 from .observers import named
 from .random_states import RandomState
-from .requirements import lost_weights
+from .requirements import weights_not_finite
 from .sample import Sample
 
 _BAD = 'Check the data: no precision can train on these values'
@@ -63,7 +63,7 @@ def diagnose(
         return Diagnosis(f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
                          '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do',
                          f'the run diverges: {divergence}')
-    lost, bad = lost_weights(learn.model), not_finite_data(alarm.batch)
+    lost, bad = weights_not_finite(learn.model), not_finite_data(alarm.batch)
     if bad and (lost or several_processes()): return Diagnosis(f'{_BAD}, unless the loss ignores them', bad)
     if lost:
         return Diagnosis('Load weights that are finite, or build the model again, then call '

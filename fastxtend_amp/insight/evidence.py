@@ -65,7 +65,7 @@ def harm(
     modules: Mapping[str, nn.Module], # Of the model, by name
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
-    if run.error: return _failing(run, modules)
+    if run.raised: return _failing(run, modules)
     return {m.name: fault + _undone_cast(m, run.precision) for m in run.modules.values()
             if (fault := _fault(m, run.precision))}
 
@@ -96,7 +96,7 @@ def _fault(m, precision):
 
 def _failing(run, modules):
     if not (name := run.failed_in): return {}
-    why = f'{named(name)} does not run in {run.precision.name}: {run.error}'
+    why = f'{named(name)} does not run in {run.precision.name}: {run.raised}'
     of_type = type(modules.get(name))
     alike = [n for n, m in modules.items() if type(m) is of_type]
     return dict.fromkeys(alike or [name], why)

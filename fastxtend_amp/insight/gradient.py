@@ -21,10 +21,10 @@ class GradientDistance:
     "The distance by which a precision moves the mean gradient."
     ratio: float = math.inf                                      # inf if a gradient is finite only in fp32
     n: int = 0                                                   # batches whose gradients are finite in both
-    lost: list = field(default_factory=list)                     # batches whose gradients are finite only in fp32
+    only_in_fp32: list = field(default_factory=list)             # batches whose gradients are finite only in fp32
     losses: list[float] = field(default_factory=list)            # in fp32
-    error: str = ''                                              # why it is unknown
-    fails: str = ''                                              # the error of the precision, if there is one
+    unknown: str = ''                                            # why there is no ratio
+    raised: str = ''                                             # the error of the precision, if there is one
 
 
 def _gradient(model):
@@ -72,11 +72,11 @@ def gradient_distance(
                 try: run_batch(low, i, batch)
                 except torch.OutOfMemoryError: raise
                 except Exception as e:                           # a recording has run this operator in fp32
-                    distance.fails = first_line(e)
+                    distance.raised = first_line(e)
                     return distance
                 if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
                 if not all_finite(h.gradients):
-                    distance.lost.append(batch)
+                    distance.only_in_fp32.append(batch)
                     continue
                 if distance.n and len(g.gradients) != mean.shape[1]:
                     raise ValueError('not all batches train the same parameters')
@@ -84,7 +84,7 @@ def gradient_distance(
                 change = torch.stack([g.gradients, h.gradients / scale - g.gradients]) - mean
                 mean += change / distance.n
                 squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
-    if distance.lost: return distance
+    if distance.only_in_fp32: return distance
     if not squares: raise ValueError(f'that needs two batches with different gradients; {distance.n} gave one')
     noise = math.sqrt(squares / (distance.n - 1) / distance.n)
     distance.ratio = float(mean[1].norm()) / noise

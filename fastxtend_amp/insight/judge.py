@@ -84,13 +84,13 @@ class Judge:
             harmed = harm(run, self.modules)
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
             self.sentences = [self._about_modules(run)]
-            if harmed or run.error or run.not_finite:
+            if harmed or run.raised or run.not_finite:
                 if self._try_next(run, harmed): continue
                 return self._nothing_helps(run)
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
-            if distance.fails:
-                self.sentences = [f'the model does not run in {self.cls.name}: {distance.fails}']
+            if distance.raised:
+                self.sentences = [f'the model does not run in {self.cls.name}: {distance.raised}']
                 return self._verdict('cannot run')
             ratio = distance.ratio                               # nan if it is unknown
             if ratio == math.inf: self.sentences.append('gradients of some batches are finite only in fp32')
@@ -98,7 +98,7 @@ class Judge:
                 self.sentences.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or '
                                       'more may matter)')
             seen = self.sample.batches
-            other = [batch for batch in distance.lost if all(batch is not s for s in seen)]
+            other = [batch for batch in distance.only_in_fp32 if all(batch is not s for s in seen)]
             if not other: return self._conclude(run, scales, init_scale, ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
         self.sentences = [self.sample.wrong]
@@ -113,14 +113,14 @@ class Judge:
     def _about_modules(self, run):
         "Say why modules are flagged, why the run failed, or that all is well."
         if self.reasons: return some(dict.fromkeys(self.reasons.values()), '; ')
-        if run.error or run.not_finite: return run.error or _NOT_FINITE
+        if run.raised or run.not_finite: return run.raised or _NOT_FINITE
         errors = [m.error for m in run.modules.values() if m.error > 0 and m.name != LOSS]
         return f'no module has an error above {max(errors):.2%}' if errors else 'nothing was flagged'
 
     @property
     def first_run(self) -> Recording | None:
         "The first run that no error ended; None if there is none."
-        return first(run for run in self.runs if not run.error)
+        return first(run for run in self.runs if not run.raised)
 
     def _verdict(self, verdict, **fields):
         reason = '; '.join(self.sentences)
@@ -130,7 +130,7 @@ class Judge:
 
     def _try_next(self, run, harmed):
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
-        only_gradients = run.not_finite == 'gradient' and not (harmed or run.error)
+        only_gradients = run.not_finite == 'gradient' and not (harmed or run.raised)
         if only_gradients and self.cls.scales_loss and self._lower_scale(run): return True
         new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), only_gradients)
         if new and only_gradients: self.scale = self.present_scale    # it was not the scale that failed
@@ -170,7 +170,7 @@ class Judge:
         """
         def helps(names):
             trial = self._run([*self.keep, *names])
-            if trial.error or trial.not_finite == 'loss' or (trial.not_finite and only_gradients): return False
+            if trial.raised or trial.not_finite == 'loss' or (trial.not_finite and only_gradients): return False
             return name not in harm(trial, self.modules)
 
         names = few_that_help(self._can_be_tried(run), helps)
@@ -181,7 +181,7 @@ class Judge:
         return names
 
     def _nothing_helps(self, run):
-        if run.error: return self._verdict('cannot run')
+        if run.raised: return self._verdict('cannot run')
         self.sentences[0] += ', and no module in fp32 changes that'
         if self.reasons.keys() - self.modules.keys() or ROOT in self.reasons:
             self.sentences[0] += f'. Compute it in fp32: inside {NO_AUTOCAST}, on `.float()` inputs'
@@ -212,7 +212,7 @@ class Judge:
         precision = Choice.for_learner(self.learn, self.cls, keep, init_scale or self.present_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
         # Two copies may not fit into memory; the verdict on the modules stands, and a note says what is unknown.
-        except Exception as e: distance = GradientDistance(math.nan, error=first_line(e))
+        except Exception as e: distance = GradientDistance(math.nan, unknown=first_line(e))
         self.distance = self.distance or distance
         return distance
 
@@ -225,7 +225,7 @@ class Judge:
         if far and not self._nearer(run, init_scale): following = f"learn.compare_precision('{self.cls.name}')"
         else: following = Choice.for_learner(self.learn, self.cls, self.keep, init_scale)
         return self._verdict(verdict, next=following, modules=self.keep, scale_range=scales, init_scale=init_scale,
-                             error=prediction_error(run))
+                             prediction_error=prediction_error(run))
 
     def _nearer(self, run, init_scale):
         "Keep modules that in fp32 bring the mean gradient near to that in fp32; return whether there are some."
@@ -233,7 +233,7 @@ class Judge:
         tried = self._can_be_tried(run)
         names = few_that_help(tried, helps)
         words = some(map(named, names)) or 'no module that was tried'
-        if len(names) > 1 and names == tried: names, words = [], 'only all modules'
+        if len(tried) > 1 and all(covers(names, name) for name in tried): names, words = [], 'only all modules'
         self.sentences.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some '
                               'such models train as well as in fp32')
         self.reasons |= dict.fromkeys(names, '')                 # they are flagged as well

@@ -28,7 +28,7 @@ _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators tha
 
 # -- the record
 
-class Lost(NamedTuple):
+class LostConstant(NamedTuple):
     "A constant that 16 bits do not have."
     constant: float
     became: float                                                # 0, 1, -1 or infinite
@@ -56,7 +56,7 @@ class ModuleRecord:
     # Whole numbers.
     merged = ''                                                  # two that become equal in it
     shows_merged = False                                         # whether its results depend on such numbers
-    lost: Lost | None = None                                     # a constant that results need
+    lost: LostConstant | None = None                                     # a constant that results need
     # Gradients of outputs and parameters.
     grad = 0.                                                    # largest absolute one
     grad_sum = 0.                                                # sum of their absolute values
@@ -167,7 +167,7 @@ def constants(running, op):
             # A constant that becomes 0 matters beside values below the normal numbers of fp16.
             width = max(1.01 * abs(constant - limit), FP16_NORMAL)
             is_near = out == limit if math.isinf(limit) else (fp32 - limit).abs() < width
-            if is_near.any(): running.record.lost = Lost(constant, limit, op.name, _line())
+            if is_near.any(): running.record.lost = LostConstant(constant, limit, op.name, _line())
 
 
 def _constant(x): # 0 for what is none

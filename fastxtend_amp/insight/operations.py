@@ -1,9 +1,6 @@
 """The operations of modules: each operator of a module runs in 16 bits, and beside it in fp32.
 
-The fp32 result is the twin of the 16-bit one, and the next operator in fp32 reads the twins of its inputs. A module has
-twins only for the results of its own operators; its inputs, and the outputs of modules inside, count as exact. So the
-error of a module is that of its own arithmetic, measured on its outputs and on what it passes to modules inside.
-
+The difference of both (`twins.py`) is measured on the outputs of a module, and on what it passes to modules inside.
 Each operator is then shown to the observers, each of which looks for one thing and writes it into the record.
 """
 from contextlib import suppress
@@ -16,7 +13,8 @@ from ..compat import traits_of
 from ..precisions import Precision
 from ..tensors import HALF, map_tensors
 from .observers import OBSERVERS, ModuleRecord
-from .values import Followed, Twins, all_finite, readable, relative_error, tensors
+from .twins import Followed, Twins
+from .values import all_finite, readable, relative_error, tensors
 
 _FP32_NOISE = 2.**-23   # relative rounding of fp32
 _COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'      # their second result is the sum of the samples' weights

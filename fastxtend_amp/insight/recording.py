@@ -34,7 +34,7 @@ class Recording(TorchDispatchMode):
     not_finite = ''                                              # 'loss'; 'gradient' if all losses are finite
     has_gradients = False                                        # whether a backward pass ended as in fastai's loop
     validates = False                                            # whether validation gives finite results
-    error = ''                                                   # text of the exception that ended it
+    raised = ''                                                  # text of the exception that ended it
     failed_in = ''                                               # see above
 
     def __init__(self,

@@ -2,7 +2,7 @@
 import re, time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -131,11 +131,11 @@ class _Reporter:
         judge = self.judges[cls.name] = Judge(cls, sample, scale, batches, self._before_run)
         verdict = judge.verdict()
         is_advised = isinstance(verdict.next, Choice)
-        verdict.is_emulated = status == 'emulated' and is_advised and not self.simulated
-        lacking = first(run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.error))
+        verdict = replace(verdict, is_emulated=status == 'emulated' and is_advised and not self.simulated)
+        lacking = first(run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.raised))
         if not lacking: return verdict
         return Verdict(cls.name, 'not known', f'this CPU has no {cls.name} kernel for {named(lacking.failed_in)}, '
-                       f'which CUDA may have: {lacking.error}')
+                       f'which CUDA may have: {lacking.raised}')
 
     def _before_run(self, name, unknown):
         "Show the name of a precision; raise `OutOfTime` with what is unknown if the time limit is reached."
@@ -150,4 +150,4 @@ class _Reporter:
         verdicts = self.verdicts.values()
         works = (v.next for v in verdicts if isinstance(v.next, Choice) and not v.is_emulated)
         other = next(works, Choice(Precision()))
-        for verdict in verdicts: verdict.next = verdict.next or other
+        self.verdicts = {v.precision: replace(v, next=v.next or other) for v in verdicts}

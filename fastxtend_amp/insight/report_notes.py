@@ -3,7 +3,7 @@ from collections.abc import Iterator, Mapping
 
 from fastai.learner import Learner
 
-from .copies import note_of_left_out
+from .copied_callbacks import note_of_left_out
 from .display import some
 from .evidence import equal_numbers, not_fp32
 from .judge import Judge
@@ -48,7 +48,8 @@ def _inputs(sample, verdicts):
 
 def _predictions(judges, verdicts):
     "Say how far predictions are from those in fp32. Those of a small sample say little."
-    errors = {name: v.error for name, v in verdicts.items() if v.error >= 0 and not judges[name].sample.is_small}
+    errors = {name: v.prediction_error for name, v in verdicts.items()
+              if v.prediction_error >= 0 and not judges[name].sample.is_small}
     nearest = f'; {min(errors, key=errors.get)} is nearer' if len({*errors.values()}) > 1 else ''
     by = ', '.join(f'{100 * error:.2g}% in {name}' for name, error in errors.items())
     if errors: yield f'Predictions differ from those in fp32 by {by}{nearest}.'
@@ -89,10 +90,10 @@ def _looked_at(sample, judges):
 def _gradients(sample, judges):
     distances = {name: judge.distance for name, judge in judges.items() if judge.distance}
     for name, distance in distances.items():
-        if n := len(distance.lost):
+        if n := len(distance.only_in_fp32):
             yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules were '
                    'judged on one of these batches as well.')
-        if distance.error: yield f'{name}: gradients were not compared with fp32: {distance.error}.'
+        if distance.unknown: yield f'{name}: gradients were not compared with fp32: {distance.unknown}.'
     again = next((distance.losses[:1] for distance in distances.values()), [])
     for loss, other in zip(sample.reference.losses, again):
         if abs(loss - other) > _DETERMINISTIC * abs(loss):

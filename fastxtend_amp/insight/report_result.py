@@ -13,7 +13,7 @@ from .choices import Choice
 from .display import Shown, some
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, frozen=True)
 class Verdict:
     """The effect of one precision on a model, and what to do.
 
@@ -35,7 +35,7 @@ class Verdict:
     scale_range: tuple[float, float] | None = None # Loss scales without underflow or overflow (fp16)
     flagged: list[str] = field(default_factory=list)
     init_scale: float | None = None # First loss scale, if the default does not suit
-    error: float = math.nan # Relative difference of predictions from those in fp32
+    prediction_error: float = math.nan # Relative difference of predictions from those in fp32
     is_emulated: bool = False # Whether this device emulates the precision of `call`; not with `device='cuda'`
 
     @property

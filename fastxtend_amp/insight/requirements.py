@@ -32,7 +32,7 @@ def check_learner(
     if is_sharded(learn.model):
         raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')
-    if lost := lost_weights(learn.model):
+    if lost := weights_not_finite(learn.model):
         raise ValueError(f'{method} cannot run this model: {lost}.\nLoad other weights, or create the model again.')
     if dl is None and not getattr(learn.dls, 'loaders', True): raise no_batch(method)
 
@@ -44,7 +44,7 @@ def no_batch(method: str, dl: Any = None) -> ValueError:
                       'dataset may be smaller than a batch. An iterator can be used only once.')
 
 
-def lost_weights(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
+def weights_not_finite(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
     "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
     weights = readable_weights(model)
     lost = [name for name, p in weights.items() if not all_finite(p)]

@@ -18,7 +18,7 @@ from ..precisions import Precision, find_precision
 from ..precisions.matching import qualified_names
 from ..tensors import map_tensors
 from ..training.callback import MixedPrecision
-from ..training.loop import precision_callback
+from ..training.current import precision_callback
 from .choices import Choice
 from .copies import copied_learner
 

@@ -1,4 +1,4 @@
-"Batches that modules are judged on: a run in any precision is recorded module by module, beside a run in fp32."
+"Batches on which modules are judged: each run is recorded module by module, beside the run in fp32."
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +59,7 @@ class Sample:
                 set_random_state(self.start or [])
                 for i, batch in enumerate(self.batches):
                     with recording.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
-                if in_batch or reference.error: return recording
+                if in_batch or reference.raised: return recording
                 where, recording.failed_in = ' (in validation)', ROOT
                 recording.validates = self._validates(copy, recording)
                 if reference.validates and not recording.validates:
@@ -69,7 +69,7 @@ class Sample:
         except Exception as e:
             if not precision.dtype and not where: raise
             line = users_line(reversed([*walk_tb(e.__traceback__)]))
-            recording.error = first_line(e) + (f' ({line})' if line else '') + where
+            recording.raised = first_line(e) + (f' ({line})' if line else '') + where
             callback = _IN_CALLBACK.search(str(e))
             if callback and recording.failed_in == LOSS: recording.failed_in = f'callback `{callback[1]}`'
         return recording

@@ -14,7 +14,8 @@ from fastai.learner import Learner
 from ..devices.cost import allocated, wait_for
 from ..learners import training_device
 from ..messages import first_line
-from ..training.loop import precision_callback, run_outermost
+from ..training.current import precision_callback
+from ..training.loop import run_outermost
 from .choices import Choice
 from .copies import copied_learner
 from .random_states import random_state, set_random_state

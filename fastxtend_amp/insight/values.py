@@ -1,4 +1,4 @@
-"Tensors and their values: which can be read, sizes, errors, NaN and inf, rounding, and those that are followed."
+"What can be read of tensors: which of them at all, sizes, errors, NaN and inf, and rounding."
 import math
 
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..compat import tree_leaves
-from ..tensors import half_to_float
 
 _MASK_FROM = 1e3        # absolute value from which negative values may be an attention mask
 _MASK_GAP = 64          # least factor between a mask and all other values
@@ -38,11 +37,6 @@ def is_plain(t: torch.Tensor) -> bool:
     "Return whether `t` can be read. Sparse, nested, meta and 8-bit tensors, and subclasses, may lack operators."
     is_dense = t.layout is torch.strided and not (t.is_nested or t.is_meta) and t.element_size() > 1
     return is_dense and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def address(t: torch.Tensor) -> int: # 0 if it has none
-    "Return the address of the memory that `t` shares with its views."
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided and t.device.type != 'xla' else 0
 
 
 def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
@@ -105,38 +99,3 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
 def as_dtype(number: float, dtype: torch.dtype) -> float:
     "Return `number` rounded to a dtype."
     return float(torch.tensor(float(number)).to(dtype))
-
-
-# -- tensors that are followed from one operator to the next
-
-class _ByAddress(dict):
-    "Tensors by the address of their memory, which views share. As they are kept, no other tensor gets an address."
-    def include(self, ts): return any(address(t) in self for t in ts)
-
-    def forget(self, x):
-        "Drop the tensors in `x`, which were overwritten."
-        for t in readable(x): self.pop(address(t), None)
-
-
-class Followed(_ByAddress):
-    "Tensors to recognize, with their views."
-    def add(self, x):
-        for t in readable(x):
-            if a := address(t): self[a] = t
-
-
-class Twins(_ByAddress):
-    "Tensors, each with an fp32 copy of its memory."
-    def fp32(self, t):
-        "Return the twin of `t`; without one `t` in fp32."
-        if not self.include([t]): return half_to_float(t)
-        _, memory = self[address(t)]
-        return memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
-    def keep(self, t, twin):
-        "Keep a twin of `t`, unless `t` has no address."
-        if not address(t) or t.shape != twin.shape: return
-        if not self.include([t]):                                # a copy of all the memory, for views of it
-            memory = t.new_empty(0).set_(t.untyped_storage())
-            self[address(t)] = t, memory.to(twin.dtype, copy=True)
-        self.fp32(t).copy_(twin)

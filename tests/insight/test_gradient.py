@@ -111,9 +111,10 @@ def test_what_only_all_modules_in_fp32_would_change_has_to_be_trained_to_know():
         def forward(self, x):
             return sum((layer(x) - 1000).tanh() for layer in (self.a, self.b)).mean(1, keepdim=True)
 
-    verdict = learner(Far()).precision_report('bf16').verdicts['bf16']
-    assert verdict.verdict == 'gradient differs' and 'with only all modules in fp32' in verdict.reason
-    assert verdict.call == "learn.compare_precision('bf16')" and not verdict.modules
+    for model in (Far(), nn.Sequential(Far())):  # a module around all of them is no help either
+        verdict = learner(model).precision_report('bf16').verdicts['bf16']
+        assert verdict.verdict == 'gradient differs' and 'with only all modules in fp32' in verdict.reason
+        assert verdict.call == "learn.compare_precision('bf16')" and not verdict.modules
 
 
 def test_a_key_point_head_is_safe_at_first_and_not_late_in_training():
