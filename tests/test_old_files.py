@@ -11,7 +11,7 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastxtend_amp import kahan
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import finite, learner, loaders, output_dtypes, params, replaced, same, told
 
 FILES = Path(__file__).parent / 'files'

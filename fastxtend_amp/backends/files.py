@@ -1,4 +1,4 @@
-"Files of `Learner.save` from special devices, with plain CPU tensors, as a plain learner on a CPU writes them."
+"Files of learners on XLA or sharded by FSDP2: `save` writes plain CPU tensors, which every learner can load."
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

@@ -2,7 +2,7 @@
 import re
 
 from ..messages import warn_user
-from ..precisions.fp32_modules import forward_of
+from ..precisions.forwards import forward_of
 from ..precisions.matching import ROOT
 from ..training.callback import Watcher
 

@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from ..devices import facts
 from .as_code import as_code
 from .flat_master import check_flat, flat_step
-from .fp32_modules import Fp32Forward, replaced_forwards
+from .forwards import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
 from .names import OTHER_NAMES, own_name, unknown_name
 from .support import Support
@@ -68,8 +68,6 @@ class Precision:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
-        for name in (kwargs.keys() - defaults) & PRECISIONS.keys():      # as in `to_amp(fp8=True)`
-            raise TypeError(f'{name} is not an argument. Call `learn.to_{name}()`.')
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
         arguments = {name: copied(value) for name, value in given.items()}
         # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.

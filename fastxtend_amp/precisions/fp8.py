@@ -12,7 +12,7 @@ from ..devices import facts
 from ..messages import check_integer
 from .base import copied
 from .bf16 import BF16
-from .fp32_modules import Forward, replaced_forwards
+from .forwards import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
 from .support import Support
 

@@ -22,7 +22,7 @@ from ..precisions import PRECISIONS, Precision, fastest_native
 from ..training.optimizers import fused
 from .demo import digits
 from .device import add_device, usable_device
-from .support import precision_support
+from .precision_support import precision_support
 
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02

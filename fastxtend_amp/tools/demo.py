@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ..insight.choices import native_precisions
 from .device import add_device, usable_device
-from .support import precision_support
+from .precision_support import precision_support
 
 SECONDS = 75.                              # for training, without starting Python and plotting
 STEPS, BATCH_SIZE, LR = 44, 64, 1e-3       # two epochs; the loss falls from 2.3 to about 0.1

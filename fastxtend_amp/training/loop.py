@@ -19,14 +19,14 @@ from ..devices.facts import autocast_available
 from ..learners import training_device
 from ..messages import warn_user
 from .callback import MixedPrecision
+from .current import precision_callback
 
 _fastais = Learner._with_events
 _CANCELS = tuple(getattr(core, name) for name in core.__all__ if name.startswith('Cancel'))
-PRECISION_CALLBACKS = (fp16.MixedPrecision, fp16.ModelToHalf, fp16.NonNativeMixedPrecision)   # fastai's and ours
 
 
 class Part:
-    "A part of fastai's loop that is open, with the contexts that a precision has entered in it."
+    "An open part of fastai's loop, with the contexts of a precision. An `ExitStack` would cost five calls a batch."
     def __init__(self, in_batch: bool): # Whether it is a batch, until `after_batch`
         self.in_batch, self.entered = in_batch, list[Any]()
 
@@ -104,32 +104,3 @@ def run_outermost(
 
 
 Learner._with_events = _with_events
-
-
-# -- one precision callback for a learner
-
-def precision_callback(learn: Learner) -> Any: # A `MixedPrecision`
-    "Return the learner's precision callback; None in plain fp32."
-    cb = vars(learn).get(MixedPrecision.name)                    # where fastai keeps callbacks by name
-    if isinstance(cb, MixedPrecision): return cb
-    return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
-
-
-def set_precision(
-    learn: Learner,
-    cb: MixedPrecision | None, # None for fp32. Building it has checked its arguments
-) -> Learner: # The learner
-    "Make `cb` the learner's only precision callback, in a batch when that ends."
-    if cb is not None: cb.precision.check(learn.model)
-    old = precision_callback(learn)
-    if old is None: exchange(learn, cb)
-    else: old.at_batch_end(partial(exchange, learn, cb))
-    return learn
-
-
-def exchange(learn: Learner, cb: MixedPrecision | None) -> None:
-    "Make `cb` the learner's only precision callback now, without checking the model."
-    old = precision_callback(learn)
-    if cb is not None and old: cb.parts = old.parts
-    learn.remove_cbs(PRECISION_CALLBACKS)
-    if cb is not None: learn.add_cb(cb)

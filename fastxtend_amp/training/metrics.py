@@ -5,7 +5,7 @@ from fastcore.basics import patch
 
 from .callback import MixedPrecision
 from .history import StepHistory
-from .loop import precision_callback
+from .current import precision_callback
 
 
 class PrecisionMetric(Metric):

@@ -13,7 +13,7 @@ from torch import nn
 import helpers
 from devices.simulated import is_installed, options, waits
 from fastxtend_amp import precision_support
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import At, autocast_state, dataset, finite, is_outside_a_fit, learner, loaders, mlp, opt_state
 from helpers import output_dtypes, params, same, spoil_at, told
 from training import rows

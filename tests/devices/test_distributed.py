@@ -13,7 +13,7 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.distributed import DistributedDL
 from torch import nn
 
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import At, Data, autocast_state, dataset, finite, is_outside_a_fit, learner, loaders
 from helpers import opt_state, output_dtypes, params, python, same, told
 from training import rows

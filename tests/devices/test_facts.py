@@ -9,7 +9,7 @@ import pandas as pd, pytest, torch
 from fastxtend_amp import precision_support
 from fastxtend_amp.devices import facts
 from fastxtend_amp.precisions import fastest_native
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import learner
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import Data, dataset, learner, loaders
 from states import Act
 

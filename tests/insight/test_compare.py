@@ -20,7 +20,7 @@ from fastxtend_amp import is_depthwise, is_grouped
 from fastxtend_amp.insight.choices import Choice, own_precision
 from fastxtend_amp.insight.recommendation import recommend, tolerance
 from fastxtend_amp.precisions import BF16, FP16, Precision, find_precision
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import OPTIMIZERS, At, Attentive, dataset, errors_of, learner, linear, loaders, mlp, params, set_support
 from states import ASK, Act, Costs, Gives, InStep, Unpacks, bits, fills, rich, shuffled
 

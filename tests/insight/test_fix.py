@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from cases import CASES
 from fastxtend_amp.devices import facts
 from fastxtend_amp.insight import diagnosis, watch
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import (
     DEVICE,
     OPTIMIZERS,

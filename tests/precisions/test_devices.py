@@ -8,7 +8,7 @@ from torch import nn
 
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.precisions import find_precision
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import dataset, finite, is_outside_a_fit, learner, mlp, python, set_support, told
 
 FP16, BF16 = AMPMode.FP16, AMPMode.BF16

@@ -10,7 +10,7 @@ from torch import nn
 from fastxtend_amp import AMPMode, precision_support
 from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.precisions import fastest_native, fp8
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import At, is_outside_a_fit, learner, loaders, params, python, replaced, same, told
 from training.rows import BF16, FP32, in_torchao, make, wide
 

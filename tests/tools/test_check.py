@@ -11,7 +11,7 @@ from sklearn.utils import Bunch
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import PRECISIONS
 from fastxtend_amp.tools import check, demo
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import set_support
 
 

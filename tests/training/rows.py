@@ -18,7 +18,7 @@ from torch import backends, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastxtend_amp import kahan
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import DEVICE, OPTIMIZERS, At, Attentive, autocast_state, learner, loaders, mlp, opt_state, plain_grads
 from helpers import same
 

@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import ROOT, At, dataset, finite, is_outside_a_fit, learner, loaders, mlp, params, plain_grads, same
 from rows import EXTRA, LOOPS, MODELS, OPTS, TO, Loop, backward_and_step, by_hand, differences, end_state
 from rows import extra_backward, find, largest, make, outcome, seen_in_steps, third_batch, trained

@@ -11,7 +11,7 @@ from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from fastcore.basics import noop
 from torch import nn
 
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import DEVICE, OPTIMIZERS, At, finite, is_outside_a_fit, learner, left_on, loaders, output_dtypes, params
 from helpers import same, spoil_at, told
 from rows import BATCH, BETWEEN, BF16, EXTRA, FP32, LOOPS, TO, Once, To, differences, find, largest, make, process

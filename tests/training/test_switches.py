@@ -10,7 +10,7 @@ from torch import nn
 
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import FP16 as FP16Precision
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp.training.current import precision_callback
 from helpers import At, finite, is_outside_a_fit, learner, left_on, linear, mixed, output_dtypes, replaced, set_support
 from helpers import told
 from rows import BATCH, BF16, FP16, FP32, TO, differences, end_state, largest, make, process, seen_in_steps
