@@ -11,13 +11,12 @@ from importlib.util import find_spec as _find_spec
 from .precisions import AMPMode, Precision, Support
 from .precisions.matching import is_depthwise, is_grouped
 from .training.callback import MixedPrecision
-from .training import channels_last as _channels_last, methods as _methods
-from .training.checkpoint import load_learner
+from .training import channels_last as _channels_last, checkpoint as _checkpoint, loop as _loop, methods as _methods
 from .training.metrics import LossScaleMetric, SkippedStepsMetric
 from .training.optimizers import fused, kahan
 from .backends import sharded as _sharded
 from .insight import PrecisionComparison, PrecisionReport, precision_report
-from .tools.support import precision_support
+from .tools.precision_support import precision_support
 
 if _find_spec('torch_xla') is not None: from .backends import xla as _xla   # users may import it later
 
@@ -27,7 +26,7 @@ if not _has_bar: del _sys.modules['fastai.callback'].progress, _sys.modules['fas
 
 # `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
 __all__ = ['AMPMode', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',
-           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan', 'load_learner',
+           'SkippedStepsMetric', 'fused', 'is_depthwise', 'is_grouped', 'kahan',
            'precision_report', 'precision_support']
 
 

@@ -104,10 +104,6 @@ print(is_depthwise(nn.Conv2d(8, 8, 3, groups=8)))  # True
     'is_grouped': '''
 print(is_grouped(nn.Conv2d(8, 8, 3, groups=4)))  # True
 ''',
-    'load_learner': '''
-try: load_learner(learn.save('model'))
-except AttributeError as e: print('learn.load' in str(e))  # True
-''',
     'precision_support': '''
 precision_support()
 ''',

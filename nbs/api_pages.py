@@ -25,7 +25,7 @@ PAGES = {                                                        # each with the
     'api_reports': ['precision_report', 'compare_precision', 'precision_decision', LOOP, 'PrecisionReport', 'Verdict',
                     'PrecisionComparison'],
     'api_callback': ['MixedPrecision', 'AMPMode', 'LossScaleMetric', 'SkippedStepsMetric'],
-    'api_helpers': ['fused', 'kahan', 'is_depthwise', 'is_grouped', 'load_learner', 'precision_support']}
+    'api_helpers': ['fused', 'kahan', 'is_depthwise', 'is_grouped', 'precision_support']}
 PAGE_OF = {name: page for page, names in PAGES.items() for name in names}
 INSIGHT = ['PrecisionReport', 'Verdict', 'PrecisionComparison']  # returned by methods
 LISTED = {'column of `table`': 'Columns of `table`', '`verdict`': 'Values of `verdict`'}   # heads of lists

@@ -4,7 +4,7 @@ It is stored inside the optimizer's state, as fastai takes a file with a third k
 importing this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another
 `state_dict` or `load_state_dict` for the call; and `Learner.export`, which then writes fp32.
 """
-import functools, pickle
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from fastai import learner
 from fastai.callback import fp16
 from fastai.learner import Learner
 from fastai.text.learner import TextLearner
@@ -23,11 +22,11 @@ from fastcore.xtras import join_path_file
 from ..learners import is_sharded, loaded_states, training_device
 from ..messages import package_of
 from ..precisions import PRECISIONS
-from ..precisions.fp32_modules import remove_forwards
-from .loop import precision_callback
+from ..precisions.forwards import remove_forwards
+from .current import precision_callback
 
 
-def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # The path
+def _save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # The path
     """Call the `save` that this replaces; with a precision the file holds its state.
 
     The file is written beside the old one, which it replaces when it is complete.
@@ -53,7 +52,7 @@ def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: # 
     return path
 
 
-def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
+def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
     """Call the `load` that this replaces; the file may hold a precision's state.
 
     What belongs to another precision than the learner's waits on the learner for a callback that continues from it.
@@ -81,7 +80,7 @@ def load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any
     return self
 
 
-def export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
+def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> None:
     "Call the `export` that this replaces, without what fastxtend_amp has added to the learner."
     cb = precision_callback(self)
     if cb is not None:
@@ -108,20 +107,6 @@ def _is_ours(x: Any) -> bool:
     return isinstance(x, fp16.MixedPrecision) or package_of(type(x)) == 'fastxtend_amp'
 
 
-def load_learner(
-    fname: Any, # A file of `learn.export`
-    cpu: bool = True, # False puts it on the default device
-    pickle_module: Any = pickle, # Reads the file
-) -> Learner:
-    "Call fastai's `load_learner`. For a file of `learn.save`, its error names the call."
-    try: return learner.load_learner(fname, cpu, pickle_module)
-    except AttributeError as e:
-        if e.name == 'dls' and isinstance(e.obj, dict):
-            e.args = (f'{e}: the file is from `learn.save`. Create the learner and call `learn.load`; `load_learner` '
-                      'reads files of `learn.export`.',)
-        raise
-
-
 def wrap_method(
     owner: Any,
     name: str, # Of the method
@@ -135,6 +120,6 @@ def wrap_method(
     setattr(owner, name, wrapper)
 
 
-wrap_method(Learner, 'save', save)
-for cls in (Learner, TextLearner): wrap_method(cls, 'load', load)
-wrap_method(Learner, 'export', export)
+wrap_method(Learner, 'save', _save)
+for owner in (Learner, TextLearner): wrap_method(owner, 'load', _load)
+wrap_method(Learner, 'export', _export)

@@ -14,12 +14,12 @@ from ..learners import loaded_states, training_device
 from ..messages import check_argument, check_bool
 from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, on_register,
                           parameters_of)
-from ..precisions.fp32_modules import remove_forwards
+from ..precisions.forwards import remove_forwards
 from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
 from ..tensors import half_to_float
 from .callback import MixedPrecision
-from .loop import PRECISION_CALLBACKS, exchange, precision_callback, set_precision
+from .current import PRECISION_CALLBACKS, exchange, precision_callback, set_precision
 
 measure_and_choose: Any = None  # for `to_amp(measure=True)`; set by the package `insight`
 
@@ -110,7 +110,6 @@ def _automatic_precision(
         accepted = arguments.keys() & parameters_of(cls)
         built[cls] = cls(**{name: arguments[name] for name in accepted})
         unknown -= accepted
-    Precision(**dict.fromkeys(unknown & PRECISIONS.keys()))      # raises `TypeError`: another method has that name
     if unknown: raise TypeError(f'learn.to_amp() got an unexpected keyword argument {min(unknown)!r}')
     return built[fastest_native(device)]
 

@@ -39,27 +39,27 @@ def fused(
 
 
 def kahan(
-    opt: str | type[torch.optim.Optimizer] = 'AdamW', # A class of optimi, or its name
-    **kwargs # Its arguments
+    optimizer: str | type[torch.optim.Optimizer] = 'AdamW', # A class of optimi, or its name
+    **hypers: Any # Its arguments
 ) -> Callable[..., OptimWrapper]: # For `Learner(opt_func=...)`
     """Return an optimizer with Kahan summation that fastai can schedule, for `to_bf16(master_weights=False)`.
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 
-    Raises `ValueError` for other names, `TypeError` for other classes and for arguments that `opt` does not have, and
-    `ImportError` without torch-optimi.
+    Raises `ValueError` for other names, `TypeError` for other classes and for arguments that the class does not have,
+    and `ImportError` without torch-optimi.
 
     Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
     try: import optimi
     except ImportError as e: raise ImportError("kahan needs optimi: `pip install torch-optimi`.") from e
-    cls: Any = getattr(optimi, opt, None) if isinstance(opt, str) else opt
+    cls: Any = getattr(optimi, optimizer, None) if isinstance(optimizer, str) else optimizer
     if not isinstance(cls, type):                                # optimi also has functions, such as `adamw`
-        raise ValueError(f"opt={opt!r} is not one of optimi's optimizers, such as 'AdamW'; see "
+        raise ValueError(f"optimizer={optimizer!r} is not one of optimi's optimizers, such as 'AdamW'; see "
                          'https://optimi.benjaminwarner.dev/optimizers.')
     # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
-    kwargs = {'kahan_sum': True, 'triton': triton, **kwargs}
-    inspect.signature(cls).bind_partial(None, **kwargs)          # raises `TypeError`, also for torch's optimizers
+    hypers = {'kahan_sum': True, 'triton': triton, **hypers}
+    inspect.signature(cls).bind_partial(None, **hypers)          # raises `TypeError`, also for torch's optimizers
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
-    return partial(OptimWrapper, opt=partial(cls, **kwargs), hp_map=hp_map)
+    return partial(OptimWrapper, opt=partial(cls, **hypers), hp_map=hp_map)

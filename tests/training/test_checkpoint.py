@@ -5,13 +5,13 @@ import copy, signal
 import fastai.callback.schedule  # noqa: F401  `lr_find`
 import pytest, torch
 from fastai.data.core import DataLoaders
-from fastai.learner import Learner
+from fastai.learner import Learner, load_learner
 from fastai.text.learner import TextLearner
 from torch import nn
 
 import fastxtend_amp
-from fastxtend_amp import MixedPrecision, load_learner
-from fastxtend_amp.training.loop import precision_callback
+from fastxtend_amp import MixedPrecision
+from fastxtend_amp.training.current import precision_callback
 from helpers import At, finite, is_outside_a_fit, learner, left_on, mlp, params, python, replaced, same, told
 from rows import FP32, TO, differences, end_state, make, third_batch
 
@@ -334,15 +334,6 @@ def test_an_export_is_in_fp32(to, event, tmp_path):
         assert precision_callback(loaded) is None and left_on(loaded) == [] and same(params(loaded), files[0])
     learn.fit(1, 0.01)
     assert finite(learn) and not same(params(learn), files[0])
-
-
-def test_load_learner_says_that_a_file_is_from_save(tmp_path):
-    learn = learner(path=tmp_path).to_fp16()
-    for with_opt in (True, False):
-        with pytest.raises(AttributeError, match="no attribute 'dls': the file is from `learn.save`"):
-            load_learner(learn.save('model', with_opt=with_opt), True)
-    with pytest.raises(FileNotFoundError):
-        load_learner(tmp_path / 'missing')
 
 
 # -- patches by other libraries, which were there before
