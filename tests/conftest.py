@@ -1,3 +1,5 @@
+"The options of the tests, which pose as another CPU, device or set of rules, and fixtures that several files use."
+
 import importlib.util, os, sys
 from pathlib import Path
 

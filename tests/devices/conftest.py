@@ -1,3 +1,5 @@
+"The accelerator that tests of devices run on."
+
 import importlib.util, os
 
 import pytest, torch
