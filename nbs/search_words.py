@@ -12,7 +12,7 @@ WORDS = {
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
-            'which GPU, GPU, old GPU, '
+            'MacBook, XPU, Intel GPU, Intel Arc, which GPU, GPU, old GPU, '
             'which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
             'RTX 3080, RTX 3090, '
             'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, '
@@ -59,8 +59,9 @@ WORDS = {
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'RuntimeError: ... are unsafe to autocast': 'unsafe to autocast, BCELoss, binary_cross_entropy',
         "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
-        "UnboundLocalError: ... 'res'": 'UnboundLocalError, load_learner fails',
+        "UnboundLocalError: ... 'res'": "UnboundLocalError, load_learner fails, 'dict' object has no attribute 'dls'",
         "NotImplementedError: cannot instantiate 'PosixPath' on your system": 'PosixPath, WindowsPath',
+        'CUDA error: no kernel image is available': 'no kernel image',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'fastai 2': 'to_native_fp16, uninstall, is it safe, '
