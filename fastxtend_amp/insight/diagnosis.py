@@ -104,9 +104,9 @@ def _rerun(
         names = ', '.join(map(named, verdict.modules))
         return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, verdict.next, verdict.init_scale)
     if alarm.is_unexplained: return None
-    if judge.scale == alarm.scale:
+    if judge.scale == alarm.scale or 'loss' in alarm.what:       # which the scale cannot make infinite
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
-                         f'this time loss and gradients are finite in {cls.name}')
+                         f'this time the failure does not occur in {cls.name}')
     return Diagnosis(f'Start lower: `{verdict.call}`',
                      f'the loss scale of {alarm.scale:,.9g} is too large: gradients overflow in {cls.name}, and at '
                      f'{judge.scale:,.9g} they do not', verdict.next, verdict.init_scale)

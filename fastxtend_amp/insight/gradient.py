@@ -85,7 +85,7 @@ def gradient_distance(
                 mean += change / distance.n
                 squares += float(change[0].norm()) ** 2 * (1 - 1 / distance.n)
     if distance.only_in_fp32: return distance
-    if not squares: raise ValueError(f'that needs two batches with different gradients; {distance.n} gave one')
+    if not squares: raise ValueError('fewer than two different gradients were found')
     noise = math.sqrt(squares / (distance.n - 1) / distance.n)
     distance.ratio = float(mean[1].norm()) / noise
     return distance

@@ -143,10 +143,10 @@ class Judge:
         self.keep = [name for name in names if not covers({*names} - {name}, name)]
 
     def _lower_scale(self, run):
-        "Lower the loss scale, if gradients do not underflow at the lower one; return whether it was lowered."
+        "Lower the loss scale, as far as gradients do not underflow; return whether it was lowered."
         least, most = loss_scales(run)
-        lower = most if _LOWEST_SCALE <= most < self.scale else self.scale / MARGIN
-        if lower < max(least, _LOWEST_SCALE): return False
+        lower = max(most if most < self.scale else self.scale / MARGIN, least, _LOWEST_SCALE)
+        if lower >= self.scale: return False
         self.scale = lower
         return True
 

@@ -266,6 +266,18 @@ def test_what_has_no_remedy_is_warned_of():
     )
 
 
+def test_a_loss_that_was_infinite_once_is_not_blamed_on_the_loss_scale():
+    calls = []
+
+    def once(p, y):
+        calls.append(y)
+        return F.mse_loss(p, y) * (math.inf if len(calls) == 2 else 1)
+
+    learn = learner(loss_func=once).to_fp16(init_scale=2.0**40, on_overflow='fix')
+    assert told(lambda: learn.fit(1, 0.01), 'this time the failure does not occur in fp16')
+    assert not learn.mixed_precision.fixes
+
+
 def test_with_several_processes_it_says_so_and_warns(monkeypatch):
     for module in (watch, diagnosis):
         monkeypatch.setattr(module, 'several_processes', lambda: True)
