@@ -30,8 +30,8 @@ from .running import loader_like
 from .sample import Sample
 from .values import n_items
 
-# Work of the fp32 run, about a second; emulated precisions, in which it may take a minute, get fewer samples.
-EMULATED_WORK = 5e9
+# Work of the fp32 run, about half a second; emulated precisions, in which it may take a minute, get fewer samples.
+EMULATED_WORK = 2e9
 # Words of PyTorch's error where a CPU has no kernel but CUDA may have one. (No device has an FFT in bf16.)
 _NO_KERNEL = re.compile('not implemented for|Unsupported dtype Half')
 
