@@ -29,7 +29,8 @@ WORDS = {
         'torch.compile': 'compile, inductor',
         'XLA and TPU': 'TPU, XLA'},
     'troubleshooting': {
-        'The loss is NaN': 'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
+        'The loss is NaN': 'which layer, find the layer, '
+                           'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
                            'early stopping NaN, 1e-8, eps, epsilon, pow',

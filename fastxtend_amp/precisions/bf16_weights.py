@@ -52,7 +52,7 @@ class BF16Weights:
         from then on            the optimizer has it, as `kahan_comp`
         after the fit           the parameter has it, as far as fp32 holds it
 
-    A copy made during a fit is in fp32.
+    A copy of the learner made during a fit is in fp32.
     """
     def __init__(self,
         learn: Learner,

@@ -60,6 +60,6 @@ def kahan(
     # optimi looks at the parameters that have gradients in the first step: without any it uses Triton
     triton = None if torch.cuda.is_available() or torch.xpu.is_available() else False
     hypers = {'kahan_sum': True, 'triton': triton, **hypers}
-    inspect.signature(cls).bind_partial(None, **hypers)          # raises `TypeError`, also for torch's optimizers
+    inspect.signature(cls).bind_partial(None, None, **hypers)    # raises `TypeError`, also for torch's optimizers
     hp_map = {**pytorch_hp_map, 'beta1': 'mom', 'beta2': 'sqr_mom'}
     return partial(OptimWrapper, opt=partial(cls, **hypers), hp_map=hp_map)

@@ -77,6 +77,7 @@ ERRORS = {  # what to call with a learner: its error is in tests/expected/argume
     'fused, a list': lambda l: fused(['AdamW']),
     'fused, a name': lambda l: fused('Adamw'),
     'kahan, a name': lambda l: kahan('adamw'),
+    'kahan, lr': lambda l: kahan('AdamW', lr=1e-3),
     "kahan, torch's AdamW": lambda l: kahan(torch.optim.AdamW),
     'learning rate': lambda l: l.compare_precision(lr=-1),
     'seeds': lambda l: l.compare_precision(n_seeds=True),
