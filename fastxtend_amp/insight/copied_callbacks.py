@@ -1,4 +1,4 @@
-"Which callbacks the copy of a learner runs, and a note of those that it leaves out."
+"The choice of callbacks that the copy of a learner runs, and a note of those that it leaves out."
 import re
 
 from fastai.callback.core import Callback

@@ -100,7 +100,7 @@ def _copy(learn, optimizer):
             if isinstance(flag, (int, float)): vars(inner_optimizer(new.opt)).setdefault(name, flag)
     for m in new.model.modules():
         if hasattr(m, COMPILED_NAME): continue                   # a compiled module knows how to be copied
-        for owner in (vars(m), m._forward_pre_hooks, m._forward_hooks):
+        for owner in (vars(m), m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks):
             for key, function in [*owner.items()]:               # a compiled one would run the original
                 if isinstance(function, FunctionType): owner[key] = _copied(uncompiled(function), memo)
         # One that waits for no other process.

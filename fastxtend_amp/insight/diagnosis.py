@@ -104,7 +104,7 @@ def _rerun(
         names = ', '.join(map(named, verdict.modules))
         return Diagnosis(f'Keep {names} in fp32: `{verdict.call}`', verdict.reason, verdict.next, verdict.init_scale)
     if alarm.is_unexplained: return None
-    if judge.scale == alarm.scale or 'loss' in alarm.what:       # which the scale cannot make infinite
+    if judge.scale == alarm.scale or alarm.what.startswith('the loss is'):       # no scale makes it NaN or inf
         return Diagnosis('Call `learn.precision_report()`: it also names modules close to overflow',
                          f'this time the failure does not occur in {cls.name}')
     return Diagnosis(f'Start lower: `{verdict.call}`',

@@ -1,4 +1,4 @@
-"What a report or a comparison needs of a learner: finite fp32 weights, a batch, and no fit under way."
+"Requirements of reports and comparisons on a learner: finite fp32 weights, a batch, and no fit under way."
 import inspect
 from typing import Any
 
@@ -28,7 +28,7 @@ def check_learner(
                          'Convert the model with `.float()`.')
     if any(isinstance(m, torch.jit.ScriptModule) and [*m.parameters()] for m in learn.model.modules()):
         raise ValueError(f'{method} does not support TorchScript modules with weights, whose copies do not train.\n'
-                         'Use the model as it was before `torch.jit.script` or `torch.jit.trace`.')
+                         'Use the original module instead of the scripted or traced one.')
     if is_sharded(learn.model):
         raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')

@@ -1,4 +1,4 @@
-"Whether a precision is faster: a speed-up with its interval, from rounds in which two trained in turn."
+"The speed-up of one precision over another, with its interval, from rounds in which both trained in turn."
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"What can be read of tensors: which of them at all, sizes, errors, NaN and inf, and rounding."
+"Tensors and their values: which can be read, sizes, errors, NaN and inf, and rounding."
 import math
 
 import torch

@@ -63,7 +63,7 @@ class Precision:
                              f"of this package ({', '.join(OTHER_NAMES)}).")
         cls.state_key = vars(cls).get('state_key', cls.name)
         if init := vars(cls).get('__init__'): init.__qualname__ = f'learn.to_{cls.name}'     # in Python's TypeError
-        for call in on_register: call(cls)                     # before it is registered, as they may raise an error
+        for call in on_register: call(cls)                       # before it is registered, as they may raise an error
         PRECISIONS[cls.name] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:

@@ -25,7 +25,8 @@ def check_flat(learn: Learner) -> None:
         why = f'{optimizer_name(opt)}: it needs an element-wise optimizer of fastai with a plain step'
     elif len(optimizer_params(opt)) < sum(map(len, opt.param_lists)): why = 'a parameter in two groups'
     elif is_sharded(learn.model): why = 'FSDP2'
-    elif any(getattr(m, 'sparse', False) for m in learn.model.modules()): why = 'sparse gradients'
+    elif any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in learn.model.modules()):
+        why = 'sparse gradients'
     else: return
     raise ValueError(f'flat_master=True cannot be used with {why}.\nLeave flat_master out. For a faster step on a '
                      "CPU or GPU build the learner with `opt_func=fused('AdamW')`.")

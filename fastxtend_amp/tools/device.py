@@ -21,7 +21,7 @@ def usable_device(
     wanted = name or torch.accelerator.current_accelerator(check_available=True) or 'cpu'
     try:
         if str(wanted).startswith('xla'): import torch_xla  # noqa: F401  registers the device
-        device = torch.device('cpu' if str(wanted).startswith('cpu:') else wanted)     # there is only one
+        device = torch.device('cpu' if str(wanted).startswith('cpu:') else wanted)     # 'cpu:1' is the CPU as well
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, ImportError) as e: parser.error(f'--device {wanted}: {first_line(e)}')
     if not autocast_available(device.type): parser.error(f'--device {device}: PyTorch has no autocast for it; try cpu')

@@ -40,12 +40,12 @@ class Buffers:
     @contextmanager
     def repaired(self) -> Iterator[None]:
         "In this context, restore the values that a bad batch made NaN or infinite; a model may read them in training."
-        good, now = self.good, {key: torch.stack(buffers) for key, buffers in self._alike().items()}
+        good, saved = self.good, [(b, b.clone()) for buffers in self._alike().values() for b in buffers]
         self.remember(True)
         try: yield
         finally:
             self.good = good
-            for key, buffers in self._alike().items(): torch._foreach_copy_(buffers, now[key].unbind())
+            for b, value in saved: b.copy_(value)
 
     def _alike(self) -> dict[Any, list[torch.Tensor]]:
         found = defaultdict(list)

@@ -48,7 +48,7 @@ class Scaling:
     """The loss scaling of one fit.
 
     Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
-    its end, or zeroed if a step or a batch failed, and if one is not finite.
+    its end, or zeroed if it failed after its first batch began, and if one is not finite.
     """
     def __init__(self, scaler: Any, cb: MixedPrecision, device: torch.device): # `scaler`: a `GradScaler`
         state = scaler.state_dict()
@@ -61,6 +61,7 @@ class Scaling:
         # Good steps since the scale last changed, as `GradScaler` counts them; None once a device has counted.
         self.tracker: int | None = state['_growth_tracker']
         # The step.
+        self.has_begun = False                                   # whether there was a training batch
         self.gradients = Gradients.BETWEEN_STEPS
         self.step: Any = HostStep()                              # the newest one, or a `DeviceStep`, under way or not
         self.passes: list[Any] = []                              # of the step under way: see `_divide`
@@ -73,6 +74,7 @@ class Scaling:
 
         fastai's `zero_grad` leaves zeros, which are multiplied as well: 8 bytes of memory traffic per parameter.
         """
+        self.has_begun = True
         if self.gradients is Gradients.SCALED: return
         self.cancel()                                            # a step that an exception or a cancelled batch left
         self._multiply()
@@ -153,7 +155,7 @@ class Scaling:
 
     def end(self, failed: bool) -> None:
         "Unscale the gradients that are left, or zero them if one is not finite; after `lr_find`, forget its steps."
-        failed &= self.gradients is not Gradients.BETWEEN_STEPS  # those of an earlier fit are kept
+        failed &= self.has_begun                                 # until then they are those of an earlier fit
         if self.gradients is Gradients.SCALED: self.unscale()
         if failed or self.step.found_inf:
             self.buffers.remember(True)

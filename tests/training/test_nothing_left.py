@@ -165,6 +165,11 @@ def test_an_error_before_the_first_batch_keeps_the_gradients_of_an_earlier_fit()
     assert same([p.grad for p in learn.model.parameters()], before) and largest(learn) > 0
 
 
+def test_an_error_after_a_step_leaves_no_gradient():
+    learn = make('fp16', cbs=[Bomb('after_step', 99, RuntimeError)])
+    assert ending(lambda: learn.fit(1, 0.01)) and largest(learn) == 0
+
+
 def test_an_error_after_a_skip_leaves_no_gradient():
     learn = learner().to_fp16(init_scale=1e38, on_overflow='raise', max_skips=1)
     with pytest.raises(FloatingPointError):
