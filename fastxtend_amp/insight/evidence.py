@@ -114,7 +114,8 @@ def loss_scales(run: Recording) -> tuple[float, float]:
     """
     info = torch.finfo(run.precision.dtype or torch.float32)
     half = [m.reference for m in run.modules.values() if m.largest_half and m.reference.grad]
-    if not half: return 1., run.precision.first_scale if run.unreadable else 2. ** 24      # the one that it ran with
+    if not half and run.unreadable: return 1., run.precision.first_scale         # the one that it ran with
+    if not half: return 1., 2.**24
     largest = max(m.grad for m in half)
     most = 2. ** min(math.floor(math.log2(info.max / largest)), _HIGHEST)
     mean = sum(m.grad_sum for m in half) / sum(m.n_grads for m in half)

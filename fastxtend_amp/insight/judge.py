@@ -8,6 +8,7 @@ from fastcore.basics import first, noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
+from ..tensors import FP16_SMALLEST
 from .choices import Choice
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
@@ -17,7 +18,6 @@ from .recording import Recording
 from .report_result import Verdict
 from .sample import Sample
 
-_LOWEST_SCALE = 2.**-12 # that is recommended
 _NEAR = .25             # distance of the mean gradient that modules kept in fp32 should reach
 _FAR = .5               # distance from which models trained worse than in fp32
 _NOT_FINITE = 'the loss or a gradient is not finite'
@@ -145,7 +145,7 @@ class Judge:
     def _lower_scale(self, run):
         "Lower the loss scale, as far as gradients do not underflow; return whether it was lowered."
         least, most = loss_scales(run)
-        lower = max(most if most < self.scale else self.scale / MARGIN, least, _LOWEST_SCALE)
+        lower = max(most if most < self.scale else self.scale / MARGIN, least, FP16_SMALLEST)
         if lower >= self.scale: return False
         self.scale = lower
         return True
@@ -197,7 +197,7 @@ class Judge:
         least = min(least, most)
         init_scale = None
         if not least <= self.present_scale <= most / CLOSE:
-            scale = max(least, most / MARGIN)
+            scale = max(least, most / MARGIN, FP16_SMALLEST)
             init_scale = int(scale) if scale >= 1 else scale
         margin = f', and {init_scale:,.9g} leaves a margin' if init_scale and init_scale < most else ''
         self.sentences.append(f'loss scales from {least:,.9g} to {most:,.9g} work{margin}')

@@ -46,8 +46,8 @@ def kahan(
 
     Needs the package torch-optimi 0.3. Its Triton kernels are used on GPUs only.
 
-    Raises `ValueError` for other names, `TypeError` for other classes and for arguments that the class does not have,
-    and `ImportError` without torch-optimi.
+    Raises `ValueError` for other names, `TypeError` for other classes, for `lr` and for arguments that the class does
+    not have, and `ImportError` without torch-optimi.
 
     Source: https://optimi.benjaminwarner.dev/kahan_summation.
     """
