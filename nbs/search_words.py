@@ -7,7 +7,7 @@ WORDS = {
     'start': {
         'Installation and devices': 'install, Windows, Intel Mac, requirements, Python version, '
                                     'minimum PyTorch version, fastai version, conda, pip install, '
-                                    'without CUDA, telemetry',
+                                    'without CUDA, telemetry, Jupyter, ipykernel, kernel',
         'Import it last': 'torch.jit.script is deprecated, import order',
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
@@ -65,11 +65,11 @@ WORDS = {
         'CUDA error: no kernel image is available': 'no kernel image',
         'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
-    'coming_from': {'fastai 2': 'to_native_fp16, uninstall, is it safe, '
+    'coming_from': {'Coming from another library': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
+                    'fastai 2': 'to_native_fp16, uninstall, is it safe, '
                                 'difference to fastai, does to_fp16 still work, fastai to_fp16, '
                                 'learn.scaler, to_fp16 does nothing, go back to fastai',
                     'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true',
-                    'A PyTorch training loop': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval, '
                                         'GradScaler, grad_scaler, init_scale, disable loss scaling, '
