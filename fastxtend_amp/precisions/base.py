@@ -69,7 +69,7 @@ class Precision:
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
         given = {**defaults, **dict(zip(defaults, args)), **kwargs}
-        arguments = {name: copied(value) for name, value in given.items()}
+        arguments = {name: _copied(value) for name, value in given.items()}
         # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
         vars(self)['arguments'] = arguments
         return self
@@ -77,7 +77,7 @@ class Precision:
     def __init__(self,
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
-        self.fp32_modules = copied(fp32_modules)
+        self.fp32_modules = fp32_modules
         tests_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
 
     @property
@@ -176,7 +176,7 @@ def defaults_of(cls: type[Precision]) -> dict[str, Any]:
     return {name: p.default for name, p in parameters_of(cls).items()}
 
 
-def copied(value: Any) -> Any:
+def _copied(value):
     "Return a copy of a list, which its owner may change."
     return value.copy() if isinstance(value, (list, set, L)) else value
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from ..compat import without_modes
 from ..devices import facts
 from ..messages import check_integer
-from .base import copied
 from .bf16 import BF16
 from .forwards import Forward, replaced_forwards
 from .matching import ROOT, covers, match_modules, qualified_names, tests_of
@@ -92,7 +91,7 @@ class FP8(BF16):
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         check_integer(0, min_size=min_size)
-        self.spec, self.min_size = copied(modules), min_size
+        self.spec, self.min_size = modules, min_size
         tests_of(modules, 'modules')                             # raises `TypeError`
 
     def check(self, model: nn.Module) -> None:
