@@ -70,15 +70,23 @@ def test_a_precision_set_in_a_failing_fit_is_closed(start, event):
     assert is_outside_a_fit(learn) and process() == before and largest(learn) < 64
 
 
+@pytest.mark.parametrize('start', ['fp32', 'fp16'])
 @pytest.mark.parametrize('event', BATCH[:6])
-def test_a_callback_added_in_a_batch_waits_for_the_next(event):
+def test_a_callback_added_or_switched_on_in_a_batch_waits_for_the_next(event, start):
     def cancel(l):
         if l.train_iter == 0:
             raise core.CancelStepException
 
-    add = At(event, lambda l: precision_callback(l) or l.add_cb(mixed('fp16')))
+    def switch_on(l):
+        if not precision_callback(l):
+            l.add_cb(mixed('fp16'))
+        l.mixed_precision.run = True
+
     learn = learner(cbs=At('before_step', cancel, 5))
-    learn.fit(1, 0.01, cbs=add)
+    if start == 'fp16':
+        learn.add_cb(mixed('fp16'))
+        learn.mixed_precision.run = False
+    learn.fit(1, 0.01, cbs=At(event, switch_on))
     assert learn.mixed_precision.scales == [256.0] * 5
 
 
