@@ -147,9 +147,9 @@ def autocast_state():
     return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), nesting)
 
 
-def mixed(mode, **kwargs):
-    "Return the precision callback of `mode`, in fp16 with a loss scale at which these models do not overflow."
-    return MixedPrecision(mode, **({'init_scale': 256.0, **kwargs} if mode == 'fp16' else kwargs))
+def mixed(precision, **kwargs):
+    "Return the precision callback of `precision`, in fp16 with a loss scale at which these models do not overflow."
+    return MixedPrecision(precision, **({'init_scale': 256.0, **kwargs} if precision == 'fp16' else kwargs))
 
 
 def told(f, word=''):

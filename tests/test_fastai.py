@@ -41,21 +41,21 @@ def tabular():
 def test_accuracy_is_within_the_spread_of_fp32(f):
     "Three standard deviations of three seeds, and one of the 143 samples."
 
-    def run(mode, seed=0):
+    def run(precision, seed=0):
         set_seed(seed, reproducible=True)
         learn, n, lr, least, kept = f()
         dtypes = output_dtypes(learn, *[m for m in learn.model.modules() if isinstance(m, nn.Linear)])
-        if mode != 'fp32':
-            getattr(learn, f'to_{mode}')(fp32_modules=kept)
+        if precision != 'fp32':
+            getattr(learn, f'to_{precision}')(fp32_modules=kept)
         with learn.no_bar(), learn.no_logging():
             learn.fit_one_cycle(n, lr)
         found = learn.recorder.values[-1][-1]
-        assert {*dtypes} == {DTYPE[mode]} and found >= least, (mode, found)
+        assert {*dtypes} == {DTYPE[precision]} and found >= least, (precision, found)
         return found
 
     fp32 = [run('fp32', seed) for seed in range(3)]
-    for mode in ('bf16', 'fp16'):
-        assert abs(run(mode) - np.mean(fp32)) <= 3 * np.std(fp32, ddof=1) + (f is tabular) / 143, mode
+    for precision in ('bf16', 'fp16'):
+        assert abs(run(precision) - np.mean(fp32)) <= 3 * np.std(fp32, ddof=1) + (f is tabular) / 143, precision
 
 
 # -- callbacks, and the ways to train and predict
@@ -67,8 +67,8 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize('mode', CALLBACKS)
-def test_callbacks_and_the_ways_to_train_and_predict(mode, tmp_path):
+@pytest.mark.parametrize('precision', CALLBACKS)
+def test_callbacks_and_the_ways_to_train_and_predict(precision, tmp_path):
     set_seed(1, reproducible=True)
     digits = load_digits()
     items = [*zip((digits.images * 15).astype('uint8'), digits.target)][:120]
@@ -77,8 +77,8 @@ def test_callbacks_and_the_ways_to_train_and_predict(mode, tmp_path):
     dls = block.dataloaders(items, bs=16, num_workers=0, device=torch.device('cpu'))
     model = nn.Sequential(ConvLayer(1, 4), nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10)))
     split = lambda m: [*map(params, m)]
-    learn = Learner(dls, model, metrics=accuracy, splitter=split, cbs=CALLBACKS[mode](), path=tmp_path)
-    learn.add_cb(mixed(mode))
+    learn = Learner(dls, model, metrics=accuracy, splitter=split, cbs=CALLBACKS[precision](), path=tmp_path)
+    learn.add_cb(mixed(precision))
     dtypes = output_dtypes(learn, model[0][0])
 
     def train():
@@ -88,7 +88,7 @@ def test_callbacks_and_the_ways_to_train_and_predict(mode, tmp_path):
         learn.fit_flat_cos(1)
 
     assert not [t for t in told(train) if 'shadowing' in t or 'optimizer state' in t]
-    assert {*dtypes} == {DTYPE[mode]} and np.isfinite(learn.recorder.values).all()
+    assert {*dtypes} == {DTYPE[precision]} and np.isfinite(learn.recorder.values).all()
     for preds, _ in (learn.get_preds(), learn.tta(n=2)):
         assert preds.dtype == torch.float32 and torch.allclose(preds.sum(1), torch.ones(24), atol=1e-3)
     assert learn.predict(dls.valid_ds[0][0])[2].dtype == torch.float32

@@ -34,15 +34,15 @@ def test_each_release_has_its_files():
 @pytest.mark.parametrize('plain', [False, True])
 def test_a_saved_file(file, plain):
     "In a learner of its precision, and in one in plain fp32, which loads it as fastai does."
-    mode, alone = file.stem.partition('_')[2], 'alone' in file.stem
-    to = 'fp32' if plain else 'bf16' if alone else mode.partition('_')[0]
+    name, alone = file.stem.partition('_')[2], 'alone' in file.stem
+    to = 'fp32' if plain else 'bf16' if alone else name.partition('_')[0]
     model = nn.Sequential(nn.Linear(6, 1), nn.BatchNorm1d(1))
     learn = learner(model, opt_func=kahan('SGD') if alone else SGD)
     getattr(learn, f'to_{to}')(**dict(master_weights=False) if alone and not plain else {})
     learn.load(file.with_suffix(''))
     before, state = params(learn), torch.load(file, weights_only=False)['model']
     assert same(before, [state[name] for name, _ in learn.model.named_parameters()])
-    assert precision_callback(learn) is None or learn.mixed_precision.scale == SCALES.get(mode)
+    assert precision_callback(learn) is None or learn.mixed_precision.scale == SCALES.get(name)
     learn.fit(1, 0.01)
     assert finite(learn) and not same(before, params(learn))
 

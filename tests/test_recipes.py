@@ -126,20 +126,20 @@ def test_a_model_goes_from_a_report_on_a_laptop_to_a_gpu_and_back_without_the_pa
     assert done.stdout.startswith("('"), done.stderr
 
 
-@pytest.mark.parametrize('mode, args', [('fp16', {}), ('bf16', {'skip_nonfinite': True})])
-def test_the_batch_that_failed_is_kept_and_the_weights_stay_good(mode, args, capsys):
+@pytest.mark.parametrize('precision, args', [('fp16', {}), ('bf16', {'skip_nonfinite': True})])
+def test_the_batch_that_failed_is_kept_and_the_weights_stay_good(precision, args, capsys):
     good = run_recipe('class BadBatch', learn=learner()).bad
     assert good.batch is None and not capsys.readouterr().out
-    skipping = learner(cbs=[mixed(mode, **args), spoil_at(3)])
+    skipping = learner(cbs=[mixed(precision, **args), spoil_at(3)])
     bad = run_recipe('class BadBatch', learn=skipping).bad
     assert torch.equal(bad.batch[0], dataset()[12:16][0]) and finite(skipping)
     data = dataset()
     data.tensors[0][9] *= 1e30
     model = nn.Sequential(Attentive(), nn.BatchNorm1d(1))
-    failing = learner(model, loaders(train=data), cbs=mixed(mode, **args))
+    failing = learner(model, loaders(train=data), cbs=mixed(precision, **args))
     bad = run_recipe('class BadBatch', learn=failing).bad
     assert finite(failing) and all(b.isfinite().all() for b in model.buffers())
-    assert torch.equal(bad.batch[0], data[8:12][0] if mode == 'bf16' else data[:4][0])
+    assert torch.equal(bad.batch[0], data[8:12][0] if precision == 'bf16' else data[:4][0])
 
 
 def test_pytorchs_dataloaders_are_enough_for_a_fit_but_not_for_an_export(tmp_path):

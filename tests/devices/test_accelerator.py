@@ -30,14 +30,14 @@ def sim():
         pytest.skip('needs a simulated device')
 
 
-def build(mode, opt='adam', device=None, options=None, model=None, **kwargs):
+def build(precision, opt='adam', device=None, options=None, model=None, **kwargs):
     "A learner whose model is on the CPU, as a user's is before the first fit, on data for the device."
     device, model = device or helpers.DEVICE, model or mlp()
     if device.type == 'xla' and 'fused' in str(opt):
         pytest.skip('PyTorch has no fused optimizers for XLA')
     learn = learner(model, **{'dls': loaders(device=CPU), 'opt_func': rows.OPTS.get(opt, opt), **kwargs})
     learn.dls.to(device)
-    return getattr(learn, f'to_{mode}')(**(options or {'fp16': CALM}.get(mode, {})))
+    return getattr(learn, f'to_{precision}')(**(options or {'fp16': CALM}.get(precision, {})))
 
 
 def without_bias():
@@ -66,11 +66,11 @@ def assert_alike(a, b):
 
 
 @pytest.mark.parametrize(
-    'mode, opt',
+    'precision, opt',
     [('fp32', 'adam'), ('bf16', 'sgd'), ('bf16', 'fused adamw')]
     + [('fp16', opt) for opt in ('sgd', 'adam', 'adamw', 'fused adamw', 'fused sgd', 'lookahead')],
 )
-def test_numbers_are_the_cpus_also_from_files_and_in_copies(mode, opt, tmp_path, device):
+def test_numbers_are_the_cpus_also_from_files_and_in_copies(precision, opt, tmp_path, device):
     """In fp16 the scale overflows by itself, and a gradient is not finite in the first step, two in a row and the last.
 
     In bf16 a module is kept in fp32. A second fit clips and accumulates. In a new learner, whose model is still on the
@@ -78,8 +78,8 @@ def test_numbers_are_the_cpus_also_from_files_and_in_copies(mode, opt, tmp_path,
     """
 
     def started(place):
-        options = dict(fp16=rows.SCALING, bf16=dict(fp32_modules='3')).get(mode)
-        return build(mode, opt, place, options, without_bias(), path=tmp_path)
+        options = dict(fp16=rows.SCALING, bf16=dict(fp32_modules='3')).get(precision)
+        return build(precision, opt, place, options, without_bias(), path=tmp_path)
 
     def go_on(learn):
         learn.fit(2, 0.01, cbs=[GradientAccumulation(8), GradientClip(0.1)])
@@ -88,12 +88,12 @@ def test_numbers_are_the_cpus_also_from_files_and_in_copies(mode, opt, tmp_path,
     for place in (device, CPU):
         learners[place] = learn = started(place)
         dtypes = output_dtypes(learn, learn.model[0], learn.model[3])
-        learn.fit(2, 0.01, cbs=spoil_at(0, 7, 8, 11) if mode == 'fp16' else None)
+        learn.fit(2, 0.01, cbs=spoil_at(0, 7, 8, 11) if precision == 'fp16' else None)
         assert places(learn) == {place.type} and learn.get_preds()[0].dtype is torch.float32
-        assert mode != 'bf16' or dtypes == 12 * [torch.bfloat16, torch.float32]
+        assert precision != 'bf16' or dtypes == 12 * [torch.bfloat16, torch.float32]
         learn.save(place.type)
     assert_alike(*learners.values())
-    if mode == 'fp16':
+    if precision == 'fp16':
         a, b = (learn.mixed_precision for learn in learners.values())
         assert a.scales == b.scales and a.skips == b.skips and len(a.scales) == 12 and sum(a.skips) >= 4
     for learn in learners.values():
@@ -171,7 +171,7 @@ def waits_of_second_epoch(learn):
 
 
 @pytest.mark.parametrize(
-    'mode, options, opt, a_step',
+    'precision, options, opt, a_step',
     [
         ('bf16', {}, 'adam', 0),
         ('bf16', {'skip_nonfinite': True}, 'adam', 1),
@@ -181,7 +181,7 @@ def waits_of_second_epoch(learn):
         *(('fp16', CALM, opt, 0) for opt in ('fused adamw', 'fused sgd')),
     ],
 )
-def test_synchronizations_beyond_fp32(mode, options, opt, a_step, sim):
+def test_synchronizations_beyond_fp32(precision, options, opt, a_step, sim):
     """Also with a skipped step, which leaves finite buffers: an input of each epoch's fourth batch is infinite.
 
     In the second epoch of a second fit, because the first step creates the optimizer state.
@@ -189,12 +189,12 @@ def test_synchronizations_beyond_fp32(mode, options, opt, a_step, sim):
     data = dataset()
     data.tensors[0][12, 2] = float('inf')
 
-    def fits(mode, options=None):
-        learn = build(mode, opt, options=options, dls=loaders(train=data, device=CPU))
+    def fits(precision, options=None):
+        learn = build(precision, opt, options=options, dls=loaders(train=data, device=CPU))
         learn.fit(1, 0.01)
         return learn, waits_of_second_epoch(learn)
 
-    (learn, found), (_, fp32) = fits(mode, options), fits('fp32')
+    (learn, found), (_, fp32) = fits(precision, options), fits('fp32')
     once = 1 + a_step if options else 0  # an epoch: the history, and the scale after a skipped step
     assert found - fp32 == 6 * a_step + once
     if options:

@@ -9,18 +9,18 @@ from helpers import OPTIMIZERS, At, Data, learner, loaders, output_dtypes
 from training.rows import net
 
 pytestmark = pytest.mark.cuda
-HALVES = pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+HALVES = pytest.mark.parametrize('precision', ['fp16', 'bf16'])
 
 
-def build(mode, model=None, opt='adam', rows=48, **kwargs):
+def build(precision, model=None, opt='adam', rows=48, **kwargs):
     learn = learner(model, loaders(rows, device=torch.device('cuda', 0), **kwargs), opt_func=OPTIMIZERS[opt])
-    return getattr(learn, f'to_{mode}')(**(dict(init_scale=256.0) if mode == 'fp16' else {}))
+    return getattr(learn, f'to_{precision}')(**(dict(init_scale=256.0) if precision == 'fp16' else {}))
 
 
 @pytest.mark.parametrize('opt, syncs', [('adam', 1), ('fused adamw', 0)])
 def test_host_syncs_as_a_difference_to_fp32(opt, syncs):
-    def count(mode):
-        learn, counts = build(mode, opt=opt), []
+    def count(precision):
+        learn, counts = build(precision, opt=opt), []
         learn.fit(1, 0.01)
 
         def begin(l):
@@ -39,25 +39,25 @@ def test_host_syncs_as_a_difference_to_fp32(opt, syncs):
 
 
 @HALVES
-def test_a_step_needs_less_memory_than_in_fp32(mode):
+def test_a_step_needs_less_memory_than_in_fp32(precision):
     "Activations dominate: 8 layers of 1,024 on a batch of 4,096 rows."
 
-    def peak(mode):
+    def peak(precision):
         torch.manual_seed(0)
         layers, x = [m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.Tanh())], torch.randn(4096, 1024)
         train, valid = Data(x, x[:, :1]), Data(x[:8], x[:8, :1])
-        learn = build(mode, nn.Sequential(*layers, nn.Linear(1024, 1)), train=train, valid=valid, bs=4096)
+        learn = build(precision, nn.Sequential(*layers, nn.Linear(1024, 1)), train=train, valid=valid, bs=4096)
         learn.fit(1, 1e-4)
         torch.cuda.reset_peak_memory_stats()
         learn.fit(1, 1e-4)
         return torch.cuda.max_memory_allocated()
 
-    assert peak(mode) < 0.8 * peak('fp32')
+    assert peak(precision) < 0.8 * peak('fp32')
 
 
 @HALVES
-def test_cuda_graphs(mode):
-    eager, graphs = (build(mode, net()) for _ in range(2))
+def test_cuda_graphs(precision):
+    eager, graphs = (build(precision, net()) for _ in range(2))
     graphs.model = torch.compile(graphs.model, mode='reduce-overhead')
     for learn in (eager, graphs):
         learn.fit(4, 0.01)

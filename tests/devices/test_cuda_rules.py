@@ -143,7 +143,7 @@ SAFE, KEEP = 'safe so far', 'keep modules in fp32'
 
 
 @pytest.mark.parametrize(
-    'f, side, mode, on_cpu, on_cuda, why',
+    'f, side, precision, on_cpu, on_cuda, why',
     [
         (dice, 384, 'fp16', KEEP, SAFE, ''),
         (dice, 384, 'bf16', None, SAFE, ''),
@@ -153,14 +153,14 @@ SAFE, KEEP = 'safe so far', 'keep modules in fp32'
         (noise, 8, 'fp16', KEEP, 'not known', "this CPU has no fp16 kernel for '1', which CUDA may have"),
     ],
 )
-def test_a_report_for_a_gpu(f, side, mode, on_cpu, on_cuda, why):
+def test_a_report_for_a_gpu(f, side, precision, on_cpu, on_cuda, why):
     torch.manual_seed(0)
     data = Data(torch.randn(4, 1, side, side), torch.rand(4, 1))
     learn = learner(nn.Sequential(nn.Conv2d(1, 1, 1), Call(f)), loaders(bs=2, train=data, valid=data))
     if on_cpu:
-        assert learn.precision_report(mode, device='cpu').verdicts[mode].verdict == on_cpu
-    report = learn.precision_report(mode, device='cuda')
-    found = report.verdicts[mode]
+        assert learn.precision_report(precision, device='cpu').verdicts[precision].verdict == on_cpu
+    report = learn.precision_report(precision, device='cuda')
+    found = report.verdicts[precision]
     assert (found.verdict, found.modules) == (on_cuda, ['1'] * (on_cuda == KEEP)) and why in found.reason
     assert any("on this CPU with CUDA's autocast rules" in note and 'kernels' in note for note in report.notes)
     if on_cuda == 'not known':

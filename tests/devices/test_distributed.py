@@ -31,7 +31,7 @@ def whole(learn):
     return [p.full_tensor() if hasattr(p, 'full_tensor') else p for p in params(learn)]
 
 
-def build(kind, mode, opt='adam', cbs=(), dls=None, path=None, **kwargs):
+def build(kind, precision, opt='adam', cbs=(), dls=None, path=None, **kwargs):
     "A learner for 'ddp', 'fsdp' or, in one process, 'plain' training, which records the state after each batch."
     model, dls = net(), dls or loaders(bs=BS, train=dataset(N), valid=dataset(N))
     if kind == 'fsdp':  # as in the manual; after a validation its parameters are whole until they are used
@@ -42,8 +42,8 @@ def build(kind, mode, opt='adam', cbs=(), dls=None, path=None, **kwargs):
         part = Data(*(t.view(2, -1, t.shape[1])[dist.get_rank()] for t in dataset(N).tensors))
         dls = loaders(bs=BS, train=part, valid=dataset(N))
     learn = learner(model, dls, cbs=list(cbs), opt_func=rows.OPTS[opt], path=path)
-    scaling = dict(init_scale=256.0, growth_interval=3) if mode == 'fp16' else {}
-    getattr(learn, f'to_{mode}')(**{**scaling, **kwargs})
+    scaling = dict(init_scale=256.0, growth_interval=3) if precision == 'fp16' else {}
+    getattr(learn, f'to_{precision}')(**{**scaling, **kwargs})
     learn.kind, learn.seen, learn.dtypes = kind, [], output_dtypes(learn, *model)
 
     def look(l):
@@ -101,21 +101,21 @@ def bad_shard(rank, *at):
 # -- training
 
 
-def steps(kind, mode, path):
+def steps(kind, precision, path):
     "Equal a single process on the same global batches, but for rounding; in bf16 with a module in fp32."
-    kept = dict(fp32_modules='2') if mode == 'bf16' else {}
-    learn = agreed(build(kind, mode, 'torch sgd', **kept))
+    kept = dict(fp32_modules='2') if precision == 'bf16' else {}
+    learn = agreed(build(kind, precision, 'torch sgd', **kept))
     order = torch.arange(N).view(2, -1, BS).transpose(0, 1).reshape(-1)  # what the ranks see together
     data = Data(*(t[order] for t in dataset(N).tensors))
-    single = build('plain', mode, 'torch sgd', dls=loaders(bs=2 * BS, train=data, valid=data), **kept)
+    single = build('plain', precision, 'torch sgd', dls=loaders(bs=2 * BS, train=data, valid=data), **kept)
     single.fit(1, 0.01)
     start = params(learner(net()))
     moved, expected = (torch.cat([(p - s).flatten() for p, s in zip(whole(l), start)]) for l in (learn, single))
     # A gradient of one batch differs by 1e-7, 4e-4 and 2e-3 (relative).
-    rounding = {'fp32': 1e-6, 'fp16': 1e-3, 'bf16': 8e-3}[mode]
+    rounding = {'fp32': 1e-6, 'fp16': 1e-3, 'bf16': 8e-3}[precision]
     assert expected.norm() > 0.05 and (moved - expected).norm() / expected.norm() < rounding
-    assert mode == 'fp32' or learn.mixed_precision.scales == single.mixed_precision.scales
-    low = rows.TO[mode].dtype or torch.float32
+    assert precision == 'fp32' or learn.mixed_precision.scales == single.mixed_precision.scales
+    low = rows.TO[precision].dtype or torch.float32
     assert learn.dtypes == 6 * [low, low, torch.float32 if kept else low] and len(learn.seen) == len(single.seen) == 6
     assert {name for *_, name in learn.seen} == {dict(ddp='DistributedDataParallel', fsdp='FSDPSequential')[kind]}
 
@@ -157,8 +157,8 @@ def second_pass(kind, opt, path):
         (l.mixed_precision.scale_loss(loss) if precision_callback(l) else loss).backward()
 
     found = []
-    for mode in ('fp32', 'fp16'):
-        learn = build(kind, mode, opt, [At('before_step', run, 10.5)])
+    for precision in ('fp32', 'fp16'):
+        learn = build(kind, precision, opt, [At('before_step', run, 10.5)])
         learn.add_cb(At('before_step', lambda l: found.append(next(l.model.parameters()).grad.clone()), 11))
         fit(learn)
     for a, b in zip(found, found[len(found) // 2 :]):
@@ -238,26 +238,26 @@ def warns(kind, on_overflow, path):
         assert len(said) == 1 and 'in validation is NaN or inf' in said[0] and not math.isfinite(found[0])
 
 
-def compares(kind, mode, path):
+def compares(kind, precision, path):
     "Only rank 1 compares, with two models whose training waits for rank 0; `measure=True` raises an error on both."
     models = nn.parallel.DistributedDataParallel(net()), nn.Sequential(net(), nn.SyncBatchNorm(1))
     wrapped, _ = learners = [learner(m) for m in models]
     for learn in learners[: 2 * dist.get_rank()]:
-        compared = learn.compare_precision(mode, n_steps=4, n_seeds=1)
+        compared = learn.compare_precision(precision, n_steps=4, n_seeds=1)
         assert compared.table['steps'].to_dict() == {'fp32': 4, 'bf16': 4}
     with pytest.raises(RuntimeError, match=r'^to_amp\(measure=True\) is not available in distributed runs'):
         wrapped.to_amp(measure=True)
     assert type(wrapped.model).__name__ == 'DistributedDataParallel'
 
 
-def raises(kind, mode, path):
+def raises(kind, precision, path):
     "Rank 1 raises in its third batch and ends; rank 0 gets an error from the broken connection, and does not hang."
 
     def stop(l):
         if dist.get_rank() == 1 and l.training and l.train_iter == 2:
             raise KeyError('rank 1')
 
-    learn, before = build(kind, mode, cbs=[At('after_loss', stop, 20)]), autocast_state()
+    learn, before = build(kind, precision, cbs=[At('after_loss', stop, 20)]), autocast_state()
     with pytest.raises(Exception) as e:
         fit(learn)
     if dist.get_rank() == 1:

@@ -31,7 +31,7 @@ def test_nothing_imports_torch_xla_before_it_is_needed():
     done = python(
         '-c',
         "import sys; from helpers import learner; learn = learner()\n"
-        "for mode in ('fp32', 'bf16', 'fp16', 'amp'): getattr(learn, f'to_{mode}')().fit(1)\n"
+        "for precision in ('fp32', 'bf16', 'fp16', 'amp'): getattr(learn, f'to_{precision}')().fit(1)\n"
         "print('torch_xla' in sys.modules, [cb for cb in learn.cbs if 'XLA' in type(cb).__name__])\n"
         "learn.dls.to('xla'); import torch_xla; learn.fit(1)",
     )
@@ -60,12 +60,12 @@ class Special(nn.Module):
 
 
 @pytest.mark.parametrize(
-    'mode, opt, model',
+    'precision, opt, model',
     [('fp16', 'adam', net), ('fp32', 'adamw', net), ('fp32', ranger, net), ('fp32', 'adam', Special)],
 )
-def test_refits_keep_parameters_and_state(mode, opt, model, device, tmp_path):
-    moving, staying = (build(mode, opt, CPU, model=model(), path=tmp_path) for _ in range(2))
-    tol = 1e-4 if mode == 'fp32' else 0.01
+def test_refits_keep_parameters_and_state(precision, opt, model, device, tmp_path):
+    moving, staying = (build(precision, opt, CPU, model=model(), path=tmp_path) for _ in range(2))
+    tol = 1e-4 if precision == 'fp32' else 0.01
     objects = list(moving.model.parameters())
     for where in (CPU, device, CPU, device):
         moving.dls.to(where)
@@ -78,7 +78,7 @@ def test_refits_keep_parameters_and_state(mode, opt, model, device, tmp_path):
     assert {*objects} <= {p for group in moving.opt.param_lists for p in group}
     assert_close(params(moving), params(staying), rtol=tol, atol=tol)
     assert_close(*(opt_state(learn.opt) for learn in (moving, staying)), rtol=10 * tol, atol=10 * tol)
-    if mode == 'fp16':
+    if precision == 'fp16':
         assert moving.mixed_precision.state_dict() == staying.mixed_precision.state_dict()
 
 
@@ -118,16 +118,16 @@ def counts_of_fit(learn, n_epoch):
     return counts() - before
 
 
-@pytest.mark.parametrize('mode, reads', [('bf16', 0), ('fp16', 1)])
-def test_a_batch_is_one_graph_and_only_fp16_reads(mode, reads):
-    def of_two_epochs(mode):
-        learn = build(mode)
+@pytest.mark.parametrize('precision, reads', [('bf16', 0), ('fp16', 1)])
+def test_a_batch_is_one_graph_and_only_fp16_reads(precision, reads):
+    def of_two_epochs(precision):
+        learn = build(precision)
         *_, a, b = (counts_of_fit(learn, n) for n in (2, 2, 4, 2))
         assert a[0] == b[0] == 0  # two fits have compiled all
         return a - b
 
-    _, read, _, copied = of_two_epochs(mode) - of_two_epochs('fp32')
-    assert (read, copied) == (reads * 12, reads * 12 + 2 * (mode == 'fp16'))  # the history, once an epoch
+    _, read, _, copied = of_two_epochs(precision) - of_two_epochs('fp32')
+    assert (read, copied) == (reads * 12, reads * 12 + 2 * (precision == 'fp16'))  # the history, once an epoch
 
 
 # -- files

@@ -49,12 +49,12 @@ def large(factor):
     return loaders(train=Data(dataset().tensors[0] * factor, dataset().tensors[1]))
 
 
-def report_on(model, mode='fp16', device=None, dls=None, **kwargs):
-    return learner(model, dls or loaders(64, 64), **kwargs).precision_report(mode, device=device)
+def report_on(model, precision='fp16', device=None, dls=None, **kwargs):
+    return learner(model, dls or loaders(64, 64), **kwargs).precision_report(precision, device=device)
 
 
-def verdict_on(model, mode='fp16', **kwargs):
-    return report_on(model, mode, **kwargs).verdicts[mode]
+def verdict_on(model, precision='fp16', **kwargs):
+    return report_on(model, precision, **kwargs).verdicts[precision]
 
 
 def trained(model, call='', epochs=4, lr=1e-4, dls=None, **kwargs):

@@ -249,9 +249,9 @@ def test_a_validation_loss_that_is_not_finite_where_predictions_are():
     assert told(lambda: EVALUATIONS['get_preds without targets'](masked), 'validation') == []
 
 
-@pytest.mark.parametrize('mode, make', [('to_fp16', Attentive), ('to_bf16', lambda: layers(Act(inf_in_low)))])
-def test_raise_stops_before_the_step(mode, make):
-    learn = getattr(learner(make()), mode)(on_overflow='raise')
+@pytest.mark.parametrize('to, make', [('to_fp16', Attentive), ('to_bf16', lambda: layers(Act(inf_in_low)))])
+def test_raise_stops_before_the_step(to, make):
+    learn = getattr(learner(make()), to)(on_overflow='raise')
     before = params(learn)
     with pytest.raises(FloatingPointError, match='failed'):
         learn.fit(1)

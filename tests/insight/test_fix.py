@@ -125,15 +125,16 @@ def test_training_ends_where_fp32_does(what):
 
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
 @pytest.mark.parametrize(
-    'mode, kwargs, lost', [('fp16', {}, 2), ('fp16', {'loss_scale': 512.0}, 1), ('bf16', {'skip_nonfinite': True}, 1)]
+    'precision, kwargs, lost',
+    [('fp16', {}, 2), ('fp16', {'loss_scale': 512.0}, 1), ('bf16', {'skip_nonfinite': True}, 1)],
 )
-def test_a_gradient_that_is_infinite_at_any_loss_scale(mode, kwargs, lost, opt):
+def test_a_gradient_that_is_infinite_at_any_loss_scale(precision, kwargs, lost, opt):
     "Of half of the batches, whose steps would be skipped for good."
 
     def fits(on_overflow):
         learn = CASES['ArcFace'].learner(8)
         learn.opt_func = OPTIMIZERS[opt]
-        getattr(learn, f'to_{mode}')(on_overflow=on_overflow, **kwargs)
+        getattr(learn, f'to_{precision}')(on_overflow=on_overflow, **kwargs)
         with learn.no_logging():
             learn.fit(2, 1e-3)
         return learn.mixed_precision
@@ -199,18 +200,18 @@ def test_history_optimizer_scale_and_the_loss_of_the_epoch_continue(tmp_path):
     assert np.isfinite(learn.recorder.values).all() and np.isnan(learn.recorder.losses).sum() == LATE
 
 
-@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+@pytest.mark.parametrize('precision', ['bf16', 'fp16'])
 @pytest.mark.parametrize('opt', ['adam', 'fused adamw', 'torch sgd'])
 @pytest.mark.parametrize('n_acc', [4, 8])
-def test_the_batch_that_failed_is_not_trained_on_and_the_next_one_is(mode, opt, n_acc):
+def test_the_batch_that_failed_is_not_trained_on_and_the_next_one_is(precision, opt, n_acc):
     learn, seen = learner(Narrow(0, module=True), narrow_from(4), opt_func=OPTIMIZERS[opt]), []
-    getattr(learn, f'to_{mode}')(on_overflow='fix')
+    getattr(learn, f'to_{precision}')(on_overflow='fix')
     learn.add_cbs([GradientAccumulation(n_acc)] if n_acc > 4 else [])
     note = lambda l: l.training and seen.append((params(l), opt_state(l.opt), l.model.norm.running_mean.clone()))
     learn.add_cb(At('after_batch', note, 70))
     learn.fit(1, 0.01)
     (fix,) = learn.mixed_precision.fixes
-    assert fix.step == 5 and "fp32_modules=['near']" in fix.call and fix.precision == mode
+    assert fix.step == 5 and "fp32_modules=['near']" in fix.call and fix.precision == precision
     assert same(seen[4][0], seen[3][0]) and same(seen[4][1], seen[3][1])
     assert not same(seen[-1][0], seen[4][0]) and finite(learn) and all(mean.isfinite().all() for *_, mean in seen)
     assert not learn.mixed_precision.skips[5 * 4 // n_acc + 1 :].count(True)

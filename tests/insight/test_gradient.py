@@ -58,17 +58,17 @@ def by_hand(model, dls, dtype, n=6):
     return float(d.mean(0).norm() / (g.var(0).sum() / n).sqrt())
 
 
-def distance(learn, mode='bf16', keep=(), scale=1.0, n=6):
-    precision = Choice.for_learner(learn, find_precision(mode), keep, scale).precision
+def distance(learn, name='bf16', keep=(), scale=1.0, n=6):
+    precision = Choice.for_learner(learn, find_precision(name), keep, scale).precision
     return gradient_distance(learn, [*learn.dls.train][:n], precision).ratio
 
 
 @pytest.mark.parametrize('make', [mlp, far_from_0, lambda: nn.Sequential(mlp(), nn.Dropout(0.0))])
-@pytest.mark.parametrize('mode, dtype, scale', [('bf16', torch.bfloat16, 1.0), ('fp16', torch.float16, 256.0)])
-def test_the_figure_is_that_of_all_gradients_at_once(make, mode, dtype, scale):
+@pytest.mark.parametrize('precision, dtype, scale', [('bf16', torch.bfloat16, 1.0), ('fp16', torch.float16, 256.0)])
+def test_the_figure_is_that_of_all_gradients_at_once(make, precision, dtype, scale):
     learn = learner(make())
     expected = by_hand(make(), learn.dls, dtype)
-    assert distance(learn, mode, scale=scale) == pytest.approx(expected, rel=0.05, abs=0.005)
+    assert distance(learn, precision, scale=scale) == pytest.approx(expected, rel=0.05, abs=0.005)
 
 
 def test_random_draws_are_the_same_in_both_precisions():

@@ -24,8 +24,8 @@ from states import Act, Gives, InStep, Times, Unpacks, blurred
 SAFE = 'safe so far'
 
 
-def rows(report, mode):
-    return report.table[report.table['precision'] == mode].set_index('module')
+def rows(report, precision):
+    return report.table[report.table['precision'] == precision].set_index('module')
 
 
 # -- the table
@@ -48,8 +48,8 @@ def test_the_row_of_a_module_that_gets_only_nan():
     assert row['format'] == 'fp16' and row[['headroom', 'error']].isna().all()
 
 
-@pytest.mark.parametrize('mode,dtype', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
-def test_errors_and_gradients_are_those_of_a_direct_comparison(mode, dtype):
+@pytest.mark.parametrize('precision,dtype', [('bf16', torch.bfloat16), ('fp16', torch.float16)])
+def test_errors_and_gradients_are_those_of_a_direct_comparison(precision, dtype):
     learn = learner(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)), loaders(bs=8))
     x, y = next(iter(learn.dls.train))
     relative = lambda a, b: float((a.float() - b).norm() / b.norm())
@@ -61,11 +61,11 @@ def test_errors_and_gradients_are_those_of_a_direct_comparison(mode, dtype):
             second = head(first)
         errors = relative(first, exact), relative(second, head(first.float()))
         grad = 2 * (head(exact) - y) / len(y)
-    table = rows(learn.precision_report(mode), mode)
+    table = rows(learn.precision_report(precision), precision)
     assert list(table.loc[['0', '1'], 'error']) == pytest.approx(errors)
     largest = max(float(t.abs().max()) for t in (x, layer.weight, layer.bias, exact))  # autocast's casts included
     assert table.loc['0', 'headroom'] == pytest.approx(torch.finfo(dtype).max / largest)
-    assert list(table['format']) == [mode, mode, 'fp32'] and table.loc['loss function', 'headroom'] > 1e30
+    assert list(table['format']) == [precision, precision, 'fp32'] and table.loc['loss function', 'headroom'] > 1e30
     gradients = grad, grad.sum(0), (grad[..., None] * exact[:, None]).sum(0)  # of output, bias and weight
     assert table.loc['1', 'grad'] == pytest.approx(max(float(g.abs().max()) for g in gradients), rel=1e-4)
 
@@ -111,8 +111,8 @@ INPUTS = {  # precision, model, factor of the inputs, note
 
 @pytest.mark.parametrize('name', INPUTS)
 def test_a_note_on_inputs(name):
-    mode, make, factor, note = INPUTS[name]
-    report = report_on(make(), mode, dls=large(factor))
+    precision, make, factor, note = INPUTS[name]
+    report = report_on(make(), precision, dls=large(factor))
     assert [n for n in report.notes if n.startswith('The inputs')] == [note] * bool(note)
     assert bool(report.fp32_modules) == bool(note)
 
@@ -135,14 +135,14 @@ def test_precisions_that_round_further_are_found_by_their_own_method(monkeypatch
     assert "bf16: the rounding of '1' was simulated; no BF16 kernel was run." in report.notes
 
 
-def test_an_emulated_mode_makes_it_look_at_fewer_samples(monkeypatch):
+def test_an_emulated_precision_makes_it_look_at_fewer_samples(monkeypatch):
     set_support(monkeypatch, lambda name: 'emulated' if name == 'fp16' else 'native')
     monkeypatch.setattr(room, 'EMULATED_WORK', 0.0)
-    for modes, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
+    for precisions, expected in (('bf16', {24}), (('bf16', 'fp16'), {24, 2})):
         sizes = []
         report = learner(
             layers(Act(lambda x: (sizes.append(len(x)), x)[1]), nn.BatchNorm1d(8)), loaders(48, 24)
-        ).precision_report(modes)
+        ).precision_report(precisions)
         cut = [note for note in report.notes if note.startswith('fp16: looked at only 2 of these samples, ')]
         assert set(sizes) == expected and bool(cut) == (2 in sizes)
         assert not any('Predictions' in note and 'in fp16' in note for note in report.notes)
@@ -674,8 +674,8 @@ class Overflows(nn.Linear):
 
 def test_batches_also_run_as_in_validation():
     assert report_on(Trains(6, 1), 'bf16').verdicts['bf16'].verdict == SAFE
-    for cls, mode, reason in (Validates, 'bf16', '(in validation)'), (Overflows, 'fp16', "above fp16's 65,504"):
-        verdict = report_on(layers(cls(8, 8)), mode).verdicts[mode]
+    for cls, precision, reason in (Validates, 'bf16', '(in validation)'), (Overflows, 'fp16', "above fp16's 65,504"):
+        verdict = report_on(layers(cls(8, 8)), precision).verdicts[precision]
         assert verdict.modules == ['1'] and reason in verdict.reason, verdict
         trained(layers(cls(8, 8)), verdict.call, 1)
 

@@ -17,15 +17,15 @@ def many():
 
 
 @pytest.mark.parametrize(
-    'make, kept, modes, title, lines',
+    'make, kept, precisions, title, lines',
     [
         (Attentive, None, ('bf16', 'fp16'), 'bf16: safe so far\nfp16: keep attn in fp32', [65504, 2**-14]),
         (Attentive, 'attn', 'fp16', 'fp16: safe so far', [65504, 2**-14]),
         (many, None, 'bf16', 'bf16: safe so far', []),  # which has the range of fp32
     ],
 )
-def test_what_is_drawn(make, kept, modes, title, lines):
-    report = learner(make()).to_fp16(fp32_modules=kept).precision_report(modes)
+def test_what_is_drawn(make, kept, precisions, title, lines):
+    report = learner(make()).to_fp16(fp32_modules=kept).precision_report(precisions)
     ax = report.plot()
     rows = report.table.drop_duplicates('module').set_index('module')
     flagged = {*report.table['module'][report.table['flagged']]}

@@ -65,14 +65,14 @@ FLAGGED = {
 @pytest.mark.parametrize('name', FLAGGED)
 def test_arithmetic_that_is_flagged(name, device):
     "The module is kept in fp32, or the one before the model's own forward, which then computes in fp32."
-    mode, f, words = FLAGGED[name]
+    precision, f, words = FLAGGED[name]
     for make, kept, flagged in (inner, '1', '1'), (Own, 'a', '(model)'):
         if make is Own and name in ('by autocast', 'a cast that autocast undoes'):
             break  # at its own product, whatever is in fp32
-        report = report_on(make(f), mode, device)
-        verdict = report.verdicts[mode]
+        report = report_on(make(f), precision, device)
+        verdict = report.verdicts[precision]
         assert (verdict.verdict, verdict.modules) == (KEEP, [kept]), verdict
-        assert re.search(words, verdict.reason) and verdict.call.startswith(f'learn.to_{mode}('), verdict
+        assert re.search(words, verdict.reason) and verdict.call.startswith(f'learn.to_{precision}('), verdict
         if 'backward' not in name and 'gradient' not in words and 'not finite' not in words:
             assert verdict.flagged == [flagged] and report.fp32_modules == [kept]
             assert make is inner or "(keeping 'a' in fp32 prevents this)" in verdict.reason
@@ -81,7 +81,7 @@ def test_arithmetic_that_is_flagged(name, device):
             assert trained(make(f), verdict.call, 1)[1] in (None, 0)
             again = learner(make(f), loaders(64, 64))
             exec(verdict.call, {'learn': again})
-            assert not again.precision_report(mode).verdicts[mode].flagged
+            assert not again.precision_report(precision).verdicts[precision].flagged
 
 
 def attends(mask):
@@ -232,11 +232,11 @@ ARGUMENTS = {  # of the learner and the report, where they are not as usual
     'loss of 1e9': scaled(1e9),
     'loss of 1e12': scaled(1e12),
     'large inputs': dict(dls=large(1e5)),
-    'a loss without digits': dict(loss_func=without_digits, mode='bf16'),
-    'a sparse product': dict(mode='bf16'),
-    'bf16 weights': dict(mode='bf16'),
+    'a loss without digits': dict(loss_func=without_digits, precision='bf16'),
+    'a sparse product': dict(precision='bf16'),
+    'bf16 weights': dict(precision='bf16'),
     'a frozen weight in bf16': dict(device='cuda'),
-    'a frozen weight in fp16': dict(device='cuda', mode='bf16'),
+    'a frozen weight in fp16': dict(device='cuda', precision='bf16'),
 }
 
 
@@ -250,7 +250,7 @@ def test_models(expected, monkeypatch):
         torch.manual_seed(0)
         verdict = verdict_on(make(), **kwargs)
         texts.append(f'# {name}\n{verdict}\n')
-        if verdict.verdict in (KEEP, SAFE) and not kwargs.keys() & {'loss_func', 'mode', 'device'}:
+        if verdict.verdict in (KEEP, SAFE) and not kwargs.keys() & {'loss_func', 'precision', 'device'}:
             assert trained(make(), verdict.call, 1, 1e-9, **kwargs)[1] == 0, name
     assert blurred('\n'.join(texts)) == expected('verdicts')
 

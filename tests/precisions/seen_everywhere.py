@@ -64,7 +64,7 @@ def test_by_name_in_precision_as_and_in_the_table():
 
 
 def test_a_report():
-    report, bf16 = (learner(Attentive(gain=1.0)).precision_report([mode]) for mode in (NAME, 'bf16'))
+    report, bf16 = (learner(Attentive(gain=1.0)).precision_report([precision]) for precision in (NAME, 'bf16'))
     assert {*report.table['precision']} == {*report.verdicts} == {NAME} and NAME in str(report)
     assert report.verdicts[NAME].verdict == 'safe so far'
     assert report.table['error'].tolist() == bf16.table['error'].tolist()

@@ -24,14 +24,14 @@ def test_a_run_of_all_contestants_that_are_installed(tmp_path):
     rows = figures['rows']
     found = {(r['mode'], r['contestant']): (r['runs_in'], r['blocks']) for r in rows}
     assert {r['contestant'] for r in rows} == {c.name for c in CONTESTANTS}
-    for mode, dtype in (('fp32', 'float32'), ('bf16', 'bfloat16'), ('fp16', 'float16')):
-        for name in ('plain loop', 'fastxtend_amp') if mode != 'fp32' else ('plain loop', 'fastai loop'):
-            assert found[mode, name] == (dtype, 3)
+    for precision, dtype in (('fp32', 'float32'), ('bf16', 'bfloat16'), ('fp16', 'float16')):
+        for name in ('plain loop', 'fastxtend_amp') if precision != 'fp32' else ('plain loop', 'fastai loop'):
+            assert found[precision, name] == (dtype, 3)
     own = {(r['runs_in'], r['note']) for r in rows if (r['mode'], r['contestant']) == ('bf16', "fastai's own")}
     assert torch.cuda.is_available() or own == {('float32', 'never leaves fp32 here')}
     assert all(r['page_faults'] >= 0 and r['syncs'] is None for r in rows if r['blocks'])
     assert 'python -m nbs.benchmarks --device cpu --models tiny' in text and '| tiny MLP (the overhead) | 16 |' in text
-    assert all(f'- {mode}: {support} here' in text for mode, (support, _) in figures['support'].items())
+    assert all(f'- {precision}: {support} here' in text for precision, (support, _) in figures['support'].items())
     assert stem.with_suffix('.png').read_bytes()[:4] == b'\x89PNG'
 
 
@@ -42,10 +42,11 @@ def test_avx2_only_emulates_bf16():
 
 
 def test_a_ratio_is_to_fp32_of_the_same_round():
-    def entry(name, mode, *ms):
-        contestant, dtype = next(c for c in CONTESTANTS if c.name == name), 'float32' if mode == 'fp32' else 'bfloat16'
+    def entry(name, precision, *ms):
+        contestant = next(c for c in CONTESTANTS if c.name == name)
+        dtype = 'float32' if precision == 'fp32' else 'bfloat16'
         syncs = 1.5 if name == 'fastxtend_amp' else 0.5
-        return measure.Entry(contestant, 'Adam', mode, ms=[*ms], faults=[0.0] * 3, runs_in=dtype, syncs=syncs)
+        return measure.Entry(contestant, 'Adam', precision, ms=[*ms], faults=[0.0] * 3, runs_in=dtype, syncs=syncs)
 
     timed = [entry('plain loop', 'fp32', 4.0, 4.0, 4.0), entry('fastai loop', 'fp32', 6.0, 6.0, 6.0)]
     timed += [entry('plain loop', 'bf16', 2.0, 2.0, 4.0), entry('fastxtend_amp', 'bf16', 3.0, 2.0, 6.0)]
@@ -114,9 +115,9 @@ def test_predictions(tmp_path, capsys, monkeypatch):
     model, found = models.MODELS['tiny'](False), {}
     task = Task(partial(model.build, device), predictions.batches_of(model, 6, device), device)
     assert [len(x) for x, _ in task.batches] == [6] * predictions.BATCHES
-    for mode in ('fp32', 'bf16'):
-        ours, *others = (build(task, mode)() for build in predictions.LOOPS.values())
-        found[mode] = ours[0]
+    for precision in ('fp32', 'bf16'):
+        ours, *others = (build(task, precision)() for build in predictions.LOOPS.values())
+        found[precision] = ours[0]
         assert len(others) == 2 and all(torch.equal(ours[0], torch.cat(other)) for other in others)
     assert not torch.equal(found['fp32'], found['bf16'])
     monkeypatch.setattr(predictions, 'BLOCK_SECONDS', 0.0)

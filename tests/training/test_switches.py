@@ -20,7 +20,7 @@ ORDERS = [(event, order) for event in BATCH for order in (9, 40)]  # before and 
 SWITCHES = [(a, b) for a in ('fp32', 'bf16', 'fp16', 'flat fp16') for b in ('fp32', 'bf16', 'fp16') if a != b]
 
 
-def modes(learn):
+def precisions(learn):
     "The precisions of all precision callbacks, fastai's own included."
     kinds = fastai_fp16.MixedPrecision, fastai_fp16.ModelToHalf
     return [getattr(cb, 'amp_mode', None) for cb in learn.cbs if isinstance(cb, kinds)]
@@ -57,7 +57,7 @@ def test_an_exception_after_a_switch_zeroes_the_gradients():
     learn = make('fp16', cbs=[At('after_backward', fail, 12)])
     with pytest.raises(ValueError, match='boom'):
         learn.fit(1, 0.01)
-    assert largest(learn) == 0 and modes(learn) == ['bf16'] and is_outside_a_fit(learn)
+    assert largest(learn) == 0 and precisions(learn) == ['bf16'] and is_outside_a_fit(learn)
 
 
 @pytest.mark.parametrize('event', ['after_pred', 'after_train', 'after_epoch'])
@@ -131,7 +131,7 @@ def test_callbacks_for_one_fit():
     learn.fit(1)
     assert dtypes == [BF16] * 6 + [FP32] * 6 and left_on(learn) == []
     learn.fit(1, cbs=[mixed('fp16'), At('before_batch', lambda l: third_batch(l) and l.to_bf16())])
-    assert dtypes[12:] == [FP16] * 3 + [BF16] * 3 and modes(learn) == ['bf16']
+    assert dtypes[12:] == [FP16] * 3 + [BF16] * 3 and precisions(learn) == ['bf16']
 
 
 NOT_IN_A_BATCH = {
@@ -201,7 +201,7 @@ def test_exactly_one_callback_the_last_one_asked_for(with_tf32):
     learn = learner()
     for i, call in enumerate([*CALLS, 'to_bf16', 'to_bf16', 'to_fp32', *reversed(CALLS)]):
         assert getattr(learn, call)() is learn
-        assert modes(learn) == [CALLS[call]] * bool(CALLS[call])
+        assert precisions(learn) == [CALLS[call]] * bool(CALLS[call])
         assert precision_callback(learn) is next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
         if i % 2:
             learn.fit(1)
@@ -222,7 +222,7 @@ def test_the_learner_and_its_model_are_plain_afterwards():
 
 def test_fastais_own_callbacks_are_replaced_and_removed():
     for cb in (fastai_fp16.MixedPrecision, fastai_fp16.ModelToHalf):
-        assert modes(learner(cbs=cb()).to_bf16()) == ['bf16'] and modes(learner(cbs=cb()).to_fp32()) == []
+        assert precisions(learner(cbs=cb()).to_bf16()) == ['bf16'] and precisions(learner(cbs=cb()).to_fp32()) == []
     cb = MixedPrecision()
     assert isinstance(cb, fastai_fp16.MixedPrecision) and (cb.name, cb.order) == ('mixed_precision', 10)
 
@@ -265,13 +265,13 @@ def test_channels_last():
     learn = make('fp32', 'conv').to_channelslast(amp_mode='bf16', fp32_modules='3')
     learn.validate()  # without an optimizer
     learn.fit(1)
-    assert modes(learn) == ['bf16'] and learn.mixed_precision.fp32_module_names == ['3']
+    assert precisions(learn) == ['bf16'] and learn.mixed_precision.fp32_module_names == ['3']
     assert learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert sum(isinstance(cb, ChannelsLast) for cb in learn.cbs) == 1
     learn.to_contiguous(to_fp32=True)
-    assert modes(learn) == [] and left_on(learn) == []
-    assert modes(make('bf16', 'conv').to_channelslast()) == ['bf16']
-    assert modes(make('fp32', 'conv').to_channelslast()) == ['fp16']
+    assert precisions(learn) == [] and left_on(learn) == []
+    assert precisions(make('bf16', 'conv').to_channelslast()) == ['bf16']
+    assert precisions(make('fp32', 'conv').to_channelslast()) == ['fp16']
 
 
 @pytest.mark.parametrize('native', [('bf16', 'fp16'), ('fp16',), ()])
@@ -317,7 +317,7 @@ def test_precision_as_nests_and_ends_after_an_exception():
     with pytest.raises(KeyError), learn.precision_as('bf16'):
         with learn.precision_as('fp32'):
             assert precision_callback(learn) is None
-        assert modes(learn) == ['bf16']
+        assert precisions(learn) == ['bf16']
         raise KeyError
     assert learn.mixed_precision is cb and left_on(learn.to_fp32()) == []
     with learn.to_bf16(fp32_modules='3').precision_as('fp32'):
