@@ -7,6 +7,8 @@ from fastxtend_amp.training.current import precision_callback
 from helpers import Data, dataset, learner, loaders
 from states import Act
 
+KEEP, SAFE = 'keep modules in fp32', 'safe so far'
+
 
 class Own(nn.Module):
     "Two layers with arithmetic between them in the model's own forward."
@@ -33,8 +35,23 @@ class Force(nn.Module):
             return torch.autograd.grad((self.energy(x).float() * 1e4).sum(), x, create_graph=True)[0][:, :1] / 1e4
 
 
+class Mapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return torch.func.vmap(self.inner)(x)
+
+
+class Directional(Mapped):
+    def forward(self, x):
+        out, tangent = torch.func.jvp(self.inner, (x,), (x,))
+        return out + 0 * tangent
+
+
 def inner(f, n=32, n_mid=None):
-    "The same, with the arithmetic in a module."
+    "`Own` with the arithmetic in a module."
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, n), Act(f), nn.Linear(n_mid or n, 1))
 
@@ -55,6 +72,10 @@ def report_on(model, precision='fp16', device=None, dls=None, **kwargs):
 
 def verdict_on(model, precision='fp16', **kwargs):
     return report_on(model, precision, **kwargs).verdicts[precision]
+
+
+def rows(report, precision):
+    return report.table[report.table['precision'] == precision].set_index('module')
 
 
 def trained(model, call='', epochs=4, lr=1e-4, dls=None, **kwargs):
