@@ -143,7 +143,6 @@ FAILS = {  # what makes the learner or its model, the call, epochs, learning rat
     'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
     'infinite at any scale': (lambda: CASES['ArcFace'].learner(8), FP16, 8, 1e-3),
     'scales far below 1': (lambda: times(1e8), 'learn.to_fp16(max_skips=40)', 8, 0.0),
-    'ordinary first skips': (lambda: times(30), 'learn.to_fp16(init_scale=2.0**18)', 3),
     'inputs': (lambda: spoiled(0, math.inf), BF16),
     'targets': (lambda: spoiled(1, math.nan), BF16),
     'in fp32 as well': (lambda: layers(Act(lambda h: (-h.square()).log())), FP16),
@@ -152,7 +151,6 @@ FAILS = {  # what makes the learner or its model, the call, epochs, learning rat
     'with weights that are bf16 in the fit': (once_inf, 'learn.to_bf16(master_weights=False)'),
     'a learning rate far too high, sgd, fp16': (by_sgd, 'learn.to_fp16(max_skips=4)', 4, 100.0),
     'a learning rate far too high, sgd, bf16': (by_sgd, 'learn.to_bf16(max_skips=4)', 4, 100.0),
-    'a learning rate far too high, adam, fp16': (learner, 'learn.to_fp16(max_skips=4)', 4, 100.0),
     'in the second batch': (lambda: times(1e6, model=linear(), opt_func=OPTIMIZERS['sgd']), BF16, 1, 1e12),
     'in validation': (far_in_validation, BF16, 1, 1e4),
     'a loss below 0 that falls is no divergence': (below_0, 'learn.to_fp16(init_scale=1024.0)', 1, 0.1),
@@ -272,13 +270,12 @@ class FromTheModel(Learner):
             self._do_grad_opt()
 
 
-def test_a_loss_of_the_models_own_is_fp32_and_watched():
-    dls, dtypes = loaders(), set()
+def test_a_loss_of_the_models_own_is_watched():
+    dls = loaders()
     dls.n_inp = dls.train.n_inp = dls.valid.n_inp = 2  # there are no targets
     learn = learner(linear(), dls, cls=FromTheModel).to_bf16()
-    learn.add_cb(At('after_loss', lambda l: dtypes.add(l.loss_grad.dtype), 20))
-    assert not said(learn, lr=1e-3) and dtypes == {torch.float32}
-    learn.factor = float('nan')
+    assert not said(learn, lr=1e-3)
+    learn.factor = math.nan
     assert 'the loss is nan' in said(learn, lr=0.0)[0]
 
 

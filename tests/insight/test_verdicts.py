@@ -7,11 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import Attentive, Data, dataset, learner, linear, loaders, mlp, set_support
-from models import STEPS, Force, InNumPy, NeedsFp32, Own, cancels, checks, inner, large, layers, loud_rms, over_sums
-from models import report_on, sqrt_gate, steps, trained, unit, verdict_on
-from states import Act, Times, blurred, fills, lora, loud_loss
+from models import KEEP, SAFE, STEPS, Force, InNumPy, NeedsFp32, Own, cancels, checks, inner, large, layers, loud_rms
+from models import over_sums, report_on, sqrt_gate, steps, trained, unit, verdict_on
+from states import Act, Times, blurred, lora, loud_loss
 
-KEEP, SAFE = 'keep modules in fp32', 'safe so far'
 OVERFLOWS = "reach .* above fp16's 65,504"
 LINE = r'\w+\.py:\d+'
 
@@ -104,8 +103,7 @@ HARMLESS = {
     'mask: triu': attends(lambda s, m: s + torch.full(s.shape, -6e4, dtype=s.dtype).triu(1)),
     'mask: minus 1e30': attends(lambda s, m: s - 1e30 * (1 - m.to(s.dtype))),
     'mask: -1e9 by where': lambda h: torch.where(h < 0, -1e9, h).softmax(-1),
-    'far from the limit': lambda h: h.tanh() * 1e4 / 1e4,
-    'far from the limit, added in place in fp32': lambda h: torch.zeros(h.shape).add_(h.tanh() * 1e4).to(h.dtype) / 1e4,
+    'far from the limit, in place in fp32': lambda h: torch.zeros(h.shape).add_(h.tanh() * 1e4).to(h.dtype) / 1e4,
     'rounding noise of fp32 itself': lambda h: h * math.pi / math.pi - h,
     'constants beside large values': lambda h: h / (h.abs() + 1 + 1e-9),
     'a clamp that no value reaches': lambda h: (h / 9).sigmoid().clamp(max=1 - 1e-4),
@@ -196,15 +194,12 @@ noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
 behind = lambda: nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
 steep = Act(lambda h: Times.apply(Times.apply(h, 1e-3) + 0, 1e3))
 scaled = lambda factor: dict(loss_func=lambda p, y: F.mse_loss(p, y) * factor)
-in_half = lambda h: fills(h.half() if torch.is_autocast_enabled('cpu') else h)
 MODELS = {
     'attention': Attentive,
     'one behind another': lambda: nn.Sequential(Attentive(), behind()),
     'fifteen': lambda: nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1)),
     'own products': lambda: Products(lambda x: x),
-    'a cast in the model': lambda: Own(in_half),
     '0 in fp32': lambda: layers(noise, nn.Linear(8, 8, bias=False)),
-    'large gradients': lambda: layers(Act(times(1e4))),
     'own gradients': Force,
     'a loss without digits': mlp,
     'a sparse product': lambda: inner(lambda h: torch.sparse.mm(torch.eye(32).to_sparse(), h.float().T).T),
