@@ -94,5 +94,4 @@ def test_callbacks_and_the_ways_to_train_and_predict(precision, tmp_path):
     assert learn.predict(dls.valid_ds[0][0])[2].dtype == torch.float32
     learn.show_results()
     Interpretation.from_learner(learn).plot_top_losses(2)
-    ClassificationInterpretation.from_learner(learn).confusion_matrix()
     plt.close('all')

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fastxtend_amp import *
 from fastxtend_amp.precisions import PRECISIONS
-from helpers import OPTIMIZERS, Attentive, dataset, finite, learner, linear, loaders, mixed, mlp, params
+from helpers import Attentive, dataset, finite, learner, linear, loaders, mixed, mlp, params
 from helpers import python, same, spoil_at
 
 NBS = Path(__file__).parent.parent / 'nbs'
@@ -73,39 +73,15 @@ def run_recipe(word, **names):
     ids=lambda b: b.splitlines()[-1][:40],
 )
 def test_a_recipe_runs_and_its_learner_trains(block, monkeypatch, tmp_path):
-    "With its callbacks; in fp16 if it names no precision."
+    "In fp16 if it names no precision."
     monkeypatch.chdir(tmp_path)
-    found = run_recipe(block)
-    learn, before = found.learn, params(found.learn)
-    if 'cbs' not in block:
-        learn.add_cbs(vars(found)[name]() for name in re.findall(r'class (\w+)\(Callback', block))
+    learn = run_recipe(block).learn
+    before = params(learn)
     if not hasattr(learn, 'mixed_precision'):
         learn.add_cb(mixed('fp16'))
     learn.fit(1, 1e-3)
     assert finite(learn) and not same(params(learn), before)
     assert learn.precision_report('bf16').verdicts['bf16'].verdict != 'not known'
-
-
-class EMA(Callback):
-    "As the manual says."
-
-    average = None
-
-    def after_step(self):
-        if hasattr(self.learn, 'lr_finder') or self.learn.mixed_precision.skipped:
-            return
-        self.average = self.average or torch.optim.swa_utils.AveragedModel(self.model)
-        self.average.update_parameters(self.model)
-
-
-@pytest.mark.parametrize('opt', ['adam', 'fused adamw'])
-def test_an_ema_leaves_out_skipped_steps_and_lr_find(opt, tmp_path):
-    ema = EMA()
-    learn = learner(cbs=[mixed('fp16'), ema], opt_func=OPTIMIZERS[opt], path=tmp_path)
-    learn.lr_find(num_it=20, suggest_funcs=(), show_plot=False)
-    assert ema.average is None
-    learn.add_cb(spoil_at(1, 3)).fit(1)
-    assert ema.average.n_averaged == 4
 
 
 def test_a_model_goes_from_a_report_on_a_laptop_to_a_gpu_and_back_without_the_package(tmp_path):
