@@ -2,7 +2,6 @@
 
     (`run_outermost`)    opens a `Fit`, which enters what the precision names around a fit at the first batch
     before_train         marks the epoch in the history of steps
-    before_validate      keeps autocast's casts of the weights from batch to batch
       before_batch       enters autocast in the batch's `Part`
       after_loss         closes that
       before_backward    scales the loss
@@ -240,20 +239,6 @@ class MixedPrecision(fp16.MixedPrecision):
         "Remember where the epoch begins, for `SkippedStepsMetric`."
         self.history.epoch_start = len(self.history.read().scales)
 
-    def before_validate(self):
-        "Keep autocast's casts of the weights until the validation ends, as long as the weights do not change."
-        if not self.parts: return
-        fit = self.ready_fit()
-        fit.casts = None                                         # those of an earlier validation
-        if not fit.precision.dtype: return
-        # The cache lives as long as any autocast is open. This one changes nothing else.
-        device_type = fit.device.type
-        self.parts[-1].enter(torch.autocast(device_type, enabled=torch.is_autocast_enabled(device_type)))
-
-    def after_validate(self):
-        "Drop the casts. Callbacks of a higher order may now exchange the weights."
-        if self.parts: self.parts[-1].close()
-
     def ready_fit(self) -> Fit:
         "Return the fit, ready for the next batch: a new one if none is open, as in loops over `one_batch`."
         fit, learn = self.fit, self.learn
@@ -268,7 +253,7 @@ class MixedPrecision(fp16.MixedPrecision):
         "Enter autocast."
         fit = self.ready_fit()
         if fit.scaling and fit.trains and self.learn.training: fit.scaling.start()
-        fit.clear_old_casts()
+        torch.clear_autocast_cache()                             # the weights may have changed inside a user's autocast
         for context in fit.precision.around_batch(fit.device): self.parts[-1].enter(context)
 
     def after_pred(self):

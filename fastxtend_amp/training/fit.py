@@ -7,7 +7,6 @@ import torch
 from fastai.callback.core import CancelStepException
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.parameter import is_lazy
 
 from ..messages import warn_user
 from ..precisions import Precision
@@ -22,7 +21,6 @@ class Fit(ExitStack):
     model: Any = None                                            # the one that `model_contexts` are open for
     scaling: Scaling | None = None                               # None without loss scaling
     seen: Any = None                                             # for a watcher's notes
-    casts: Any = None                                            # model and weights whose casts autocast keeps
 
     def __init__(self,
         cb: 'MixedPrecision',
@@ -86,15 +84,6 @@ class Fit(ExitStack):
         try:
             if self.scaling: self.scaling.end(failed and self.trains)
         finally: self.close()
-
-    def clear_old_casts(self) -> None:
-        "Clear autocast's cache of casts, unless it holds those of the same weights, from a validation's last batch."
-        casts = None
-        if not torch.is_grad_enabled():
-            known = (p for p in self.model.parameters() if not (is_lazy(p) or p.is_inference()))
-            casts = self.model, [(p.data_ptr(), p._version) for p in known]
-        if casts is None or casts != self.casts: torch.clear_autocast_cache()
-        self.casts = casts
 
 
 def check_parallel(precision: Precision, model: nn.Module) -> None:

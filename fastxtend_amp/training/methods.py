@@ -191,11 +191,8 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()
     fit = cb and cb.fit
-    if not fit: precision.check_device(device)
-    else:
-        fit.use_model()
-        # In a validation weights may have changed; a training batch shares its casts, as nested autocasts do.
-        if not self.training: fit.clear_old_casts()
+    if fit: fit.use_model()
+    else: precision.check_device(device)
     around_fit = [] if fit else precision.around_fit(self.model)
     with ExitStack() as stack:
         contexts = [backward_without_autocast(), *around_fit, *precision.around_batch(device)]
