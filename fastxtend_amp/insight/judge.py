@@ -8,7 +8,7 @@ from fastcore.basics import first, noop
 from ..messages import first_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
-from ..tensors import FP16_SMALLEST
+from ..tensors import FP16_NORMAL, FP16_SMALLEST
 from .choices import Choice
 from .display import some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
@@ -145,7 +145,10 @@ class Judge:
     def _lower_scale(self, run):
         "Lower the loss scale, as far as gradients do not underflow; return whether it was lowered."
         least, most = loss_scales(run)
-        lower = max(most if most < self.scale else self.scale / MARGIN, least, FP16_SMALLEST)
+        # Where the backward pass begins: all others follow from these gradients, which must not lose digits.
+        start = [1., *(m.reference.grad for m in run.modules.values() if m.reference.grad)][-1]
+        lower = most if most < self.scale else self.scale / MARGIN
+        lower = max(lower, least, FP16_SMALLEST, FP16_NORMAL / start)
         if lower >= self.scale: return False
         self.scale = lower
         return True

@@ -138,7 +138,7 @@ FAILS = {  # what makes the learner or its model, the call, epochs, learning rat
     'attention': (Attentive, FP16, 2),
     'MixUp, and a dictionary': (mixes, FP16),
     'a draw of dropout': (lambda: layers(nn.Dropout(0.5), Act(picky)), FP16, 10),
-    'backward pass': (lambda: steep(1e9), 'learn.to_fp16(init_scale=1024.0, max_skips=8)', 2),
+    'backward pass': (lambda: steep(1e12), 'learn.to_fp16(init_scale=1024.0, max_skips=8)', 2),
     'loss scale': (lambda: times(300), 'learn.to_fp16(init_scale=2.0**20, max_skips=3)'),
     'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
     'infinite at any scale': (lambda: CASES['ArcFace'].learner(8), FP16, 8, 1e-3),
