@@ -11,6 +11,7 @@ from torch import nn
 from fastxtend_amp import MixedPrecision
 from fastxtend_amp.precisions import FP16 as FP16Precision
 from fastxtend_amp.training.current import precision_callback
+from fastxtend_amp.training.fit import Fit
 from helpers import At, finite, is_outside_a_fit, learner, left_on, linear, mixed, output_dtypes, replaced, set_support
 from helpers import told
 from rows import BATCH, BF16, FP16, FP32, TO, differences, end_state, largest, make, process, seen_in_steps
@@ -68,6 +69,19 @@ def test_a_precision_set_in_a_failing_fit_is_closed(start, event):
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=[switch, At(event, lambda l: 1 / (l.iter < 4 and event == 'after_pred'), 20)])
     assert is_outside_a_fit(learn) and process() == before and largest(learn) < 64
+
+
+def test_a_precision_set_in_a_fit_opens_once(monkeypatch):
+    opened = []
+
+    class Counted(Fit):
+        def __init__(self, cb, *args, **kwargs):
+            opened.append(cb.precision.name)
+            super().__init__(cb, *args, **kwargs)
+
+    monkeypatch.setattr('fastxtend_amp.training.callback.Fit', Counted)
+    make('bf16').fit(2, 0.01, cbs=At('after_batch', lambda l: l.train_iter == 2 and l.to_fp16()))
+    assert opened == ['bf16', 'fp16']
 
 
 @pytest.mark.parametrize('start', ['fp32', 'fp16'])
