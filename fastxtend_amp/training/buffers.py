@@ -1,4 +1,4 @@
-"The buffers of a model that a skipped step must not spoil, such as BatchNorm's statistics."
+"The buffers of model and loss function that a skipped step must not spoil, such as BatchNorm's statistics."
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _LARGE = 2**18  # elements; a large buffer is a mask or a table
 
 
 class Buffers:
-    """The small floating buffers of a model, and their values after the last step.
+    """The small floating buffers of model and loss function, and their values after the last step.
 
     A batch that overflows would leave NaN in BatchNorm's running statistics, although its step is skipped.
     """
@@ -19,9 +19,11 @@ class Buffers:
         self.owners: list[dict[str, Any]] = []                   # the buffers of each module that has some
         self.good: dict[Any, torch.Tensor] = {}                  # values by device, dtype and shape
 
-    def look_at(self, model: nn.Module) -> None:
-        "From now on these are the buffers of `model`, with the values that they have."
-        self.owners = [m._buffers for m in model.modules() if m._buffers]
+    def look_at(self, model: nn.Module, loss_func: Any) -> None:
+        "From now on these are the buffers of `model`, and of a loss function that is a module, with their values."
+        loss_func = getattr(loss_func, 'func', loss_func)        # inside fastai's `BaseLoss`
+        parts = (part for part in (model, loss_func) if isinstance(part, nn.Module))
+        self.owners = [m._buffers for part in parts for m in part.modules() if m._buffers]
         self.remember()
 
     def remember(self, found_inf: bool | torch.Tensor = False) -> None:

@@ -54,7 +54,7 @@ class Fit(ExitStack):
         if old is None:
             precision.prepare(learn)                             # again: `before_fit` may have set model or optimizer
             for context in precision.around_training(learn): self.enter_context(context)
-        if self.scaling: self.scaling.buffers.look_at(learn.model)
+        if self.scaling: self.scaling.buffers.look_at(learn.model, learn.loss_func)
 
     def warn_of_emulation(self) -> None:
         "Warn, once for a learner, of a device that runs a precision without hardware for it."

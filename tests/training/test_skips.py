@@ -8,6 +8,7 @@ import pytest, torch
 from fastai.callback import core
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.losses import BaseLoss
 from fastai.optimizer import SGD, OptimWrapper
 from fastcore.foundation import L
 from torch import nn
@@ -221,6 +222,25 @@ def test_buffers_that_were_loaded_or_exchanged():
         late = lambda l: l.iter == 4 and l.model[0].register_buffer('late', torch.zeros(6))
         told(lambda: learn.fit(1, cbs=At('before_batch', late, -5)))
         assert finite(learn) and sum(learn.mixed_precision.skips) == 3
+
+
+class Centred(nn.MSELoss):
+    "A loss with a running mean, as DINO's has a centre."
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('centre', torch.zeros(1))
+
+    def forward(self, pred, targ):
+        self.centre.lerp_(pred.detach().mean(0), 0.1)
+        return super().forward(pred - self.centre, targ)
+
+
+@pytest.mark.parametrize('loss_func', [Centred, lambda: BaseLoss(Centred)], ids=['module', 'in BaseLoss'])
+def test_buffers_of_a_loss_function(loss_func):
+    learn = make('fp16', dls=batches({3}), loss_func=loss_func())
+    told(lambda: learn.fit(1))
+    assert sum(learn.mixed_precision.skips) == 1 and finite(learn)
 
 
 def test_an_exception_in_a_batch_that_overflowed():
