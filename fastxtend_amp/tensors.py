@@ -1,8 +1,10 @@
 "16-bit tensors, also nested in inputs and predictions, and the range of fp16."
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
+from fastcore.foundation import L
 
 from .compat import tree_map_only, without_subclasses
 
@@ -23,7 +25,13 @@ def half_to_float(t: torch.Tensor) -> torch.Tensor:
 
 def map_tensors(
     f: Callable[[torch.Tensor], torch.Tensor],
-    x: Any, # A tensor, or tensors nested in what PyTorch's pytree knows
+    x: Any, # A tensor, or tensors nested in tuples, lists, dicts, their subclasses, and what PyTorch's pytree knows
 ) -> Any: # `x` itself, or a copy of the same type
     "Return `x` with `f` applied to every tensor in it. (fastai's `apply` turns subclasses of dict into dicts.)"
-    return f(x) if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, f, x)
+    def of_leaf(x: Any) -> Any: # A tensor, or a container that pytree does not know
+        if isinstance(x, torch.Tensor): return f(x)
+        if not isinstance(x, dict): return type(x)([map_tensors(f, o) for o in x])
+        new = copy(x)
+        for key, value in x.items(): new[key] = map_tensors(f, value)
+        return new
+    return f(x) if isinstance(x, torch.Tensor) else tree_map_only((torch.Tensor, dict, list, tuple, L), of_leaf, x)

@@ -7,7 +7,8 @@ from functools import partial
 import pytest, torch
 from fastai.learner import Learner
 from fastai.torch_core import TensorImage
-from fastcore.basics import noop
+from fastcore.basics import AttrDict, fastuple, noop
+from fastcore.foundation import L
 from torch import nn
 
 from helpers import At, autocast_state, learner, mixed, mlp, params, same, told
@@ -40,6 +41,9 @@ PACKED = {  # how a prediction is packed, and the prediction in it
     'ordered dict': (lambda y: OrderedDict(logits=y), lambda o: o['logits']),
     'list': (lambda y: [y, None], lambda o: o[0]),
     'named tuple': (lambda y: Pair([y], ('text', 3)), lambda o: o.a[0]),
+    'L': (lambda y: L(y, None), lambda o: o[0]),
+    'fastuple': (lambda y: fastuple(y, None), lambda o: o[0]),
+    'attributes': (lambda y: AttrDict(logits=[y]), lambda o: o.logits[0]),
     "torch's": (lambda y: y.max(1, keepdim=True), lambda o: o.values),
     "fastai's": (TensorImage, lambda o: o),
 }
