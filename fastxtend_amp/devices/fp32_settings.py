@@ -1,6 +1,6 @@
 "PyTorch's settings for the precision in which fp32 tensors are multiplied: read, and set inside a context."
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,17 +32,16 @@ def fp32_settings(
     """Set how precisely fp32 tensors are multiplied, in the whole process, and restore it at the end.
 
     Inside, PyTorch's older names, `torch.get_float32_matmul_precision` and `allow_tf32`, may raise a `RuntimeError`
-    when they are read; `TF32_SETTINGS` keeps `allow_tf32` readable.
+    when they are read; `TF32_SETTINGS` keeps `allow_tf32` readable, `FULL_PRECISION` that of cuDNN.
     """
-    backends: list[Any] = [cuda.matmul, cudnn]
-    before, without_tf32 = _values(), [*filter(_forbids_tf32, backends)]
+    before, older = _values(), _older_names()
     try:
-        # PyTorch's compiler reads `allow_tf32`. It is set first, as it also writes `fp32_precision`.
-        for backend in without_tf32: backend.allow_tf32 = wanted == TF32_SETTINGS
+        # PyTorch's compiler and `cudnn.flags` read `allow_tf32`. It is set first, as it also writes `fp32_precision`.
+        for backend in older: backend.allow_tf32 = wanted == TF32_SETTINGS
         _set({**before, **wanted})
         yield
     finally:
-        for backend in without_tf32: backend.allow_tf32 = False
+        for backend, value in older.items(): backend.allow_tf32 = value
         _set(before)
 
 
@@ -57,9 +56,13 @@ def _set(values: Settings) -> None:
         if get_fp32_setting(*key) != value: set_fp32_setting(*key, 'none' if value == _above(values, *key) else value)
 
 
-def _forbids_tf32(backend: Any) -> bool:
-    try: return not backend.allow_tf32
-    except RuntimeError: return False                            # the user has set both names, to different values
+def _older_names() -> dict[Any, bool]:
+    "Return the values of `allow_tf32`, by backend; without a True of `cuda.matmul`, which may mean 'high' or 'medium'."
+    found = dict[Any, bool]()
+    for backend in (cuda.matmul, cudnn):
+        with suppress(RuntimeError):                             # the user has set both names, to different values
+            if backend is cudnn or not backend.allow_tf32: found[backend] = backend.allow_tf32
+    return found
 
 
 def _values() -> Settings: return {key: get_fp32_setting(*key) for key in FP32_SETTINGS}
