@@ -1,8 +1,10 @@
 "The watcher of a fit: it reports why training failed, as a warning or an error."
 import math
 from contextlib import nullcontext
+from statistics import median_low
 from typing import Any
 
+from fastai.learner import Learner
 from torch import nn
 
 from ..compat import without_subclasses
@@ -14,8 +16,9 @@ from .diagnosis import Alarm, apply_fix, diagnose
 from .random_states import random_state, torch_generators
 from .values import readable, readable_weights
 
-_FAR = 100.     # times the loss or the weights' norm at the start, from which a run diverges
-_MOVED = 1.01   # times the weights' norm at the start, from which the weights have moved
+_FAR = 100.     # times the usual loss, or the weights' norm at the start, from which a run diverges
+_MOVED = 1.1    # times the weights' norm at the start, from which they may explain such a loss
+_MANY = 32      # losses; by then a run that diverges at the start has failed
 _MOST_FIXES = 3  # in one fit
 _UNEXPLAINED = 'a gradient is not finite, and the loss scale is not the cause'        # said only if the rerun proves it
 
@@ -23,7 +26,6 @@ _UNEXPLAINED = 'a gradient is not finite, and the loss scale is not the cause'  
 class Observations:
     "Observations of one fit, until a failure is reported."
     weights = None                                               # their norm at the start
-    first_loss = None
     last_loss = math.nan                                         # the last finite one
     random_state = ()                                            # before the batch under way
     batch: Any = None                                            # the newest: number, tensors, random state
@@ -35,17 +37,21 @@ class Observations:
         self.on_cpu = on_cpu                                     # where reading a number waits for nothing
         self.generators = torch_generators()
 
-    def divergence(self, model: nn.Module) -> str:
-        """Describe how far weights and loss have grown since the start, if either has grown 100-fold; '' otherwise.
+    def divergence(self, learn: Learner) -> str:
+        """Describe how far weights and loss have grown in the fit, if either has grown 100-fold; '' otherwise.
 
-        A loss that grew without the weights was small by chance. This waits for the device.
+        The usual loss is the first, which may be near 0 by chance, or the median of many; fastai's Recorder has smoothed
+        them. This waits for the device.
         """
-        if self.weights is None or self.first_loss is None: return ''
-        first, last, weights = float(self.first_loss), self.last_loss, float(_norm(model) / self.weights)
-        far = 0 < _FAR * abs(first) < last and not weights < _MOVED
+        if self.weights is None: return ''
+        losses = [abs(float(loss)) for loss in getattr(vars(learn).get('recorder'), 'losses', ())]
+        losses = [*filter(math.isfinite, losses)] or [math.inf]
+        usual = median_low(losses) if len(losses) > _MANY else losses[0]
+        last, weights = self.last_loss, float(_norm(learn.model) / self.weights)
+        far = 0 < _FAR * usual < last and not weights < _MOVED
         if not (far or _FAR < weights < math.inf): return ''
-        return (f'since the start of the fit, the loss went from {first:.3g} to {last:.3g}, and the norm of the '
-                f'weights grew {weights:.3g}-fold')
+        return (f'in this fit, the loss went from {usual:.3g} to {last:.3g}, and the norm of the weights grew '
+                f'{weights:.3g}-fold')
 
 
 class FailureWatcher(Watcher):
@@ -92,11 +98,7 @@ class FailureWatcher(Watcher):
         if not seen.on_cpu: self._check_recorded()
         seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
         if self.cb.fit.scaling: seen.scale = self.cb.history.next_scale
-        if (loss := newest_loss(learn)) is None: return
-        # The Recorder reads the loss that gradient accumulation has not divided.
-        first = loss if seen.on_cpu or not len(learn.yb) else learn.loss
-        if seen.first_loss is None: seen.first_loss = first.detach().mean()
-        if not seen.on_cpu: return
+        if not seen.on_cpu or (loss := newest_loss(learn)) is None: return
         with without_subclasses():
             value = (loss.detach().mean() if loss.dim() else loss).item()
         self._check_loss(seen, value)
@@ -147,7 +149,7 @@ class FailureWatcher(Watcher):
         if all((t < math.inf).all() for t in results): return
         advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, "
                   '`learn.precision_report(dl=learn.dls.valid)` names modules to keep in fp32.')
-        if far := seen.divergence(learn.model): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        if far := seen.divergence(learn): advice = f'The run diverges: {far}. Lower the learning rate first.'
         seen.has_said = True
         self._warn_or_raise(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n'
                             f'{advice}')
@@ -169,7 +171,7 @@ class FailureWatcher(Watcher):
         learn, seen, cb = self.cb.learn, self.seen, self.cb
         alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
         with cb.fit.scaling.buffers.repaired() if cb.fit.scaling else nullcontext():
-            diagnosis = diagnose(learn, alarm, seen.divergence(learn.model))
+            diagnosis = diagnose(learn, alarm, seen.divergence(learn))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.seen = None                                       # first: a fix may close the fit
         may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES

@@ -79,9 +79,9 @@ def mixes():
     return learner(model, loaders(24, 8, data, data), CrossEntropyLossFlat(), cbs=[MixUp(), Unpacks()])
 
 
-def grows(**kwargs):
-    "Attention that overflows from the third batch on."
-    turn = At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > 2 else 1.0))
+def grows(after=2, **kwargs):
+    "Attention that overflows after some batches."
+    turn = At('after_batch', lambda l: setattr(l.model.attn, 'gain', 800.0 if l.train_iter > after else 1.0))
     return learner(Attentive(gain=1.0), cbs=turn, **kwargs)
 
 
@@ -92,6 +92,16 @@ def below_0():
 
     learn = grows(loss_func=loss)
     return learn
+
+
+def near_0_at_first():
+    "As with PPO, whose first loss is 0 up to rounding; the weights grow by a fifth."
+
+    def loss(pred, y):
+        return F.mse_loss(pred, y) * (1 if learn.train_iter else 1e-4)
+
+    learn = grows(36, loss_func=loss, opt_func=OPTIMIZERS['sgd'])
+    return learn.add_cb(At('after_step', lambda l: [p.data.mul_(1.005) for p in l.model.parameters()]))
 
 
 def small_at_first():
@@ -155,6 +165,7 @@ FAILS = {  # what makes the learner or its model, the call, epochs, learning rat
     'in validation': (far_in_validation, BF16, 1, 1e4),
     'a loss below 0 that falls is no divergence': (below_0, 'learn.to_fp16(init_scale=1024.0)', 1, 0.1),
     'nor is a first loss that is small by chance': (small_at_first, 'learn.to_fp16(init_scale=1024.0)'),
+    'nor are losses after a first one near 0': (near_0_at_first, 'learn.to_fp16(init_scale=1024.0)', 8, 0.0),
     'modules in fp32 stay': (with_embedding, 'learn.to_fp16(fp32_modules=nn.Embedding, max_skips=7)'),
     'a frozen base in bf16': (lambda: lora(torch.bfloat16, inf_in_low), BF16),
     'cannot be copied': (lambda: learner(Attentive(), cbs=Shut()), FP16),
