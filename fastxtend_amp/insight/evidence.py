@@ -63,11 +63,12 @@ def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 
 def harm(
     run: Recording,
     modules: Mapping[str, nn.Module], # Of the model, by name
+    headroom: float = CLOSE, # Below the largest number of the precision; with less, values are close to it
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
     if run.raised: return _failing(run, modules)
     return {m.name: fault + _undone_cast(m, run.precision) for m in run.modules.values()
-            if (fault := _fault(m, run.precision))}
+            if (fault := _fault(m, run.precision, headroom))}
 
 
 def _undone_cast(m, precision):
@@ -75,11 +76,11 @@ def _undone_cast(m, precision):
             f'{NO_AUTOCAST} before it keeps it in fp32' if m.undone_line else '')
 
 
-def _fault(m, precision):
+def _fault(m, precision, headroom):
     "Describe what 16 bits do to a module; '' for nothing."
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
-    is_close = size * CLOSE > limit and not covers(precision.fp32_modules or (), m.name)
+    is_close = size * headroom > limit and not covers(precision.fp32_modules or (), m.name)
     lost = m.lost and f'{m.lost.constant:.9g} is {m.lost.became:g} in {name} (`{m.lost.operator}`, {m.lost.line})'
     if m.failed and size <= limit:
         return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {lost}' if lost else '')

@@ -85,8 +85,8 @@ class Judge:
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
             self.sentences = [self._about_modules(run)]
             if harmed or run.raised or run.not_finite:
-                if self._try_next(run, harmed): continue
-                return self._nothing_helps(run)
+                if self._try_next(run, harmed) or (self._is_only_close(run) and self._lower_scale(run)): continue
+                if run.not_finite or not self._is_only_close(run): return self._nothing_helps(run)
             scales, init_scale = self._scales(run)
             distance = self._distance(self.keep, init_scale)
             if distance.raised:
@@ -131,7 +131,7 @@ class Judge:
     def _try_next(self, run, harmed):
         "Lower the loss scale, or else keep flagged modules in fp32, or else any that help; False if nothing is left."
         only_gradients = run.not_finite == 'gradient' and not (harmed or run.raised)
-        if only_gradients and self.cls.scales_loss and self._lower_scale(run): return True
+        if only_gradients and self._lower_scale(run): return True
         new = self._can_be_kept(harmed, run) or self._found_by_trial(run, first(harmed), only_gradients)
         if new and only_gradients: self.scale = self.present_scale    # it was not the scale that failed
         self._keep(new)
@@ -143,7 +143,8 @@ class Judge:
         self.keep = [name for name in names if not covers({*names} - {name}, name)]
 
     def _lower_scale(self, run):
-        "Lower the loss scale, as far as gradients do not underflow; return whether it was lowered."
+        "If gradients overflow, lower the loss scale, as far as they do not underflow; return whether it was lowered."
+        if not (self.cls.scales_loss and run.not_finite): return False
         least, most = loss_scales(run)
         # Where the backward pass begins: all others follow from these gradients, which must not lose digits.
         start = [1., *(m.reference.grad for m in run.modules.values() if m.reference.grad)][-1]
@@ -152,6 +153,10 @@ class Judge:
         if lower >= self.scale: return False
         self.scale = lower
         return True
+
+    def _is_only_close(self, run):
+        "Return whether what is flagged is only close to the maximum, so that it need not be moved."
+        return not (run.raised or run.not_finite == 'loss' or harm(run, self.modules, headroom=1.))
 
     def _can_be_kept(self, names, run):
         "Return which modules of these names could be kept in fp32 as well."
@@ -222,7 +227,7 @@ class Judge:
     def _conclude(self, run, scales, init_scale, ratio):
         "Return the verdict of a run in which nothing is flagged, with what was found on the way."
         verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
-        if self.reasons: verdict = 'keep modules in fp32'
+        if self.keep: verdict = 'keep modules in fp32'
         far = ratio >= _FAR
         if far: verdict = 'gradient differs'
         if far and not self._nearer(run, init_scale): following = f"learn.compare_precision('{self.cls.name}')"

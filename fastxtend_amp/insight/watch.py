@@ -40,8 +40,8 @@ class Observations:
     def divergence(self, learn: Learner) -> str:
         """Describe how far weights and loss have grown in the fit, if either has grown 100-fold; '' otherwise.
 
-        The usual loss is the first, which may be near 0 by chance, or the median of many; fastai's Recorder has smoothed
-        them. This waits for the device.
+        The usual loss is the first, which may be near 0 by chance, or the median of many; fastai's Recorder has
+        smoothed them. This waits for the device.
         """
         if self.weights is None: return ''
         losses = [abs(float(loss)) for loss in getattr(vars(learn).get('recorder'), 'losses', ())]

@@ -190,6 +190,7 @@ def times(factor):
     return lambda h: Times.apply(h, factor)
 
 
+own_product = lambda factor: Own(lambda h: h + 1 / (h.sigmoid() @ torch.full((32, 32), factor)))
 noise = Act(lambda h: h - h.clone() + 6e-8 * (h.dtype is torch.float16))
 behind = lambda: nn.Sequential(nn.Linear(1, 8), Act(lambda h: (h * 500 + 300).square().sqrt() / 500), nn.Linear(8, 1))
 steep = Act(lambda h: Times.apply(Times.apply(h, 1e-3) + 0, 1e3))
@@ -200,6 +201,8 @@ MODELS = {
     'fifteen': lambda: nn.Sequential(*(Block(6, 6) for _ in range(15)), nn.Linear(6, 1)),
     'own products': lambda: Products(lambda x: x),
     '0 in fp32': lambda: layers(noise, nn.Linear(8, 8, bias=False)),
+    'own values close to the maximum': lambda: own_product(1500.0),
+    'own values above the maximum': lambda: own_product(15000.0),
     'own gradients': Force,
     'a loss without digits': mlp,
     'a sparse product': lambda: inner(lambda h: torch.sparse.mm(torch.eye(32).to_sparse(), h.float().T).T),
