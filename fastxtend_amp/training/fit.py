@@ -82,7 +82,7 @@ class Fit(ExitStack):
         "Exit all contexts. With loss scaling, a failure in training zeroes the gradients."
         vars(self.learn).pop('scaler', None)
         try:
-            if self.scaling: self.scaling.end(failed and self.trains)
+            if self.scaling: self.scaling.end(failed)
         finally: self.close()
 
 
