@@ -50,7 +50,8 @@ def gradient_distance(
 
     A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
 
-    Raises `ValueError` if fewer than two batches give a gradient or all are equal, and any error of the model.
+    Raises `ValueError` if fewer than two batches give a gradient or all are equal, or if the model draws other random
+    numbers in the precision, and any error of the model.
     """
     distance, start = GradientDistance(), random_state()
     g = BackwardOnly(_gradient, lambda loss: distance.losses.append(float(loss.detach())))
@@ -68,12 +69,15 @@ def gradient_distance(
                 g.gradients = h.gradients = None                 # a callback may cancel the batch
                 set_random_state(state)
                 run_batch(reference, i, batch)
+                drawn = torch.get_rng_state()
                 set_random_state(state)
                 try: run_batch(low, i, batch)
                 except torch.OutOfMemoryError: raise
                 except Exception as e:                           # a recording has run this operator in fp32
                     distance.raised = first_line(e)
                     return distance
+                if not torch.equal(torch.get_rng_state(), drawn):        # CPUs do, for noise in 16 bits
+                    raise ValueError('the model draws other random numbers in 16 bits than in fp32')
                 if g.gradients is None or h.gradients is None or not all_finite(g.gradients): continue
                 if not all_finite(h.gradients):
                     distance.only_in_fp32.append(batch)

@@ -47,6 +47,7 @@ class Recording(TorchDispatchMode):
         self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
         self.predictions = list[torch.Tensor]()                  # in validation
+        self.random_state = torch.get_rng_state()                # after it
         self.unreadable = dict[str, None]()                      # modules whose values could not be read
 
     @contextmanager

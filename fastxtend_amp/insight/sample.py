@@ -77,9 +77,11 @@ class Sample:
     def _validates(self, copy, recording):
         "Run the batches as in validation; record predictions; return whether they and the losses are finite."
         finite = True
+        torch.manual_seed(0)                                     # training may have drawn other numbers
         for batch in self.batches:
             copy.pred = None                                     # a callback may cancel the batch
             copy._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
             finite &= has_finite_results(copy)
             recording.predictions += readable(copy.pred)
+        recording.random_state = torch.get_rng_state()
         return finite

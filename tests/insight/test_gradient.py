@@ -78,6 +78,15 @@ def test_random_draws_are_the_same_in_both_precisions():
     assert distance(learner(model), keep=['(model)']) == 0
 
 
+@pytest.mark.parametrize('in_validation', [True, False])
+def test_noise_that_16_bits_draw_differently_is_no_rounding(in_validation):
+    "As `randn_like` on a CPU, where the number of values is no multiple of 16."
+    noise = Act(lambda h: h + 0.3 * torch.randn_like(h) if h.requires_grad or in_validation else h)
+    report = learner(nn.Sequential(nn.Linear(6, 11), noise, nn.Dropout(0.5), nn.Linear(11, 1))).precision_report('bf16')
+    assert report.verdicts['bf16'].verdict == 'safe so far' and ('Predictions differ' in str(report)) != in_validation
+    assert any('draws other random numbers' in note for note in report.notes)
+
+
 @pytest.mark.parametrize('first', [0, 1])
 def test_batches_that_a_callback_cancels_do_not_count(first):
     def cancel(learn):
