@@ -1,4 +1,4 @@
-"""PyTorch's undocumented names, first those of training, then those of reports; a few stand where they are used.
+"""PyTorch's undocumented names that training and reports need; a few stand where they are used.
 
 Each docstring says what is relied on, since which version, and what happens where it is gone. `tests/test_compat.py`
 has a test for each.

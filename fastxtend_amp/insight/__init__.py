@@ -28,7 +28,7 @@ The path of a warning in a fit:
     mistakes.py            explains an error of PyTorch's, and modules that were not called
 
 `any_loop.py` makes a learner for a report. All of them use `requirements.py` (what a learner needs), `choices.py` (a
-precision as a call), `copies.py` with `copied_callbacks.py`, `running.py` (batches on copies), `random_states.py`,
+precision as a call), `copies.py` with `copied_callbacks.py`, `batches.py` (batches on copies), `random_states.py`,
 `values.py` (what can be read of tensors) and `display.py`.
 """
 from ..training import methods as _core

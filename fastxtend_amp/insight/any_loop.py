@@ -89,5 +89,5 @@ def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs an
 def _loss(output, _):
     loss = output.get('loss') if isinstance(output, Mapping) else getattr(output, 'loss', None)
     if torch.is_tensor(loss): return loss
-    raise ValueError(f'The output of the model, a {type(output).__name__}, has no loss.\nAdd the targets to the '
-                     "dicts, for example as 'labels', or pass tuples of inputs and a target, and `loss_func`.")
+    raise ValueError(f"The output of the model, a {type(output).__name__}, has no 'loss'.\nReturn one, add the targets "
+                     "to the dicts (as 'labels'), or pass tuples of inputs and a target, and `loss_func`.")

@@ -24,7 +24,7 @@ from .random_states import random_state_kept
 from .recommendation import last_fifth, recommend, tolerance
 from .requirements import check_learner, no_batch
 from .rounds import Rounds
-from .running import loader_like
+from .batches import loader_like
 from .speed import COLUMNS, Speed
 from .trial import Trial
 from .values import tensors

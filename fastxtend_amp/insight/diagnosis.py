@@ -10,9 +10,9 @@ from ..training.callback import MixedPrecision
 from ..training.fit import check_parallel
 from ..training.current import precision_callback
 from .choices import Choice
+from .display import named
 from .evidence import not_finite_data
 from .judge import Judge
-from .observers import named
 from .random_states import RandomState
 from .requirements import weights_not_finite
 from .sample import Sample
@@ -63,15 +63,16 @@ def diagnose(
         return Diagnosis(f'Lower the learning rate first, {rate:g} at this step: more precision would not help. '
                          '`learn.lr_find()` suggests one; `cbs=GradientClip(1.)` limits what one batch can do',
                          f'the run diverges: {divergence}')
-    lost, bad = weights_not_finite(learn.model), not_finite_data(alarm.batch)
-    if bad and (lost or several_processes()): return Diagnosis(f'{_BAD}, unless the loss ignores them', bad)
-    if lost:
+    bad_weights, bad_data = weights_not_finite(learn.model), not_finite_data(alarm.batch)
+    if bad_data and (bad_weights or several_processes()):
+        return Diagnosis(f'{_BAD}, unless the loss ignores them', bad_data)
+    if bad_weights:
         return Diagnosis('Load weights that are finite, or build the model again, then call '
-                         '`learn.precision_report()`', f'{lost}, so the batch cannot be run again')
+                         '`learn.precision_report()`', f'{bad_weights}, so the batch cannot be run again')
     if several_processes():
         return Diagnosis('Call `learn.precision_report()` in one process, before the model is distributed',
                          'in distributed runs the batch is not run again')
-    try: found = _rerun(learn, alarm, bad)
+    try: found = _rerun(learn, alarm, bad_data)
     except Exception as e:
         if alarm.is_unexplained: return None
         return Diagnosis('The batch could not be run again', f'{type(e).__name__}: {str(e).rstrip(".")}')
@@ -81,13 +82,13 @@ def diagnose(
 def _rerun(
     learn,
     alarm,
-    bad, # What is not finite in the batch itself
+    bad_data, # What is not finite in the batch itself
 ):
     "Run the batch forward and backward, in fp32 and in the precision."
     cb, cls = precision_callback(learn), alarm.cls
     sample = Sample(learn, [alarm.batch], alarm.random_state)
     if sample.wrong:
-        return Diagnosis(_BAD if bad else 'Check the learning rate, the loss function and the data', sample.wrong)
+        return Diagnosis(_BAD if bad_data else 'Check the learning rate, the loss function and the data', sample.wrong)
     if not cls.dtype:                                            # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Choice(Precision()))

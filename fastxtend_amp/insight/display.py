@@ -9,8 +9,18 @@ from fastai.learner import Learner
 from fastcore.basics import noop
 from fastprogress.core import IN_NOTEBOOK
 
+from ..precisions.matching import ROOT
+
+LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
+BACKWARD = 'backward pass'  # where an error comes from, after the loss
 MANY = 4                # modules or reasons that a sentence names; it counts the others
 _UNLIMITED = 3600.      # seconds that a progress bar shows if there is no time limit
+
+
+def named(name: str) -> str:
+    "Return the name of a module, or of what else failed, for a sentence."
+    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
+    return name if name.startswith('callback `') else own.get(name, f"'{name}'")
 
 
 def some(words: Iterable[str], between: str = ', ') -> str:

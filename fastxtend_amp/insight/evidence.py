@@ -10,8 +10,7 @@ from fastcore.basics import first
 from torch import nn
 
 from ..precisions.matching import covers
-from .display import some
-from .observers import LOSS, named
+from .display import LOSS, named, some
 from .recording import Recording
 from .values import n_nan_or_inf, readable, relative_error
 
@@ -77,7 +76,7 @@ def _undone_cast(m, precision):
 
 
 def _fault(m, precision, headroom):
-    "Describe what 16 bits do to a module; '' for nothing."
+    "Describe what 16 bits do to a module, the worst first: values that are not finite, then lost ones; '' for nothing."
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * headroom > limit and not covers(precision.fp32_modules or (), m.name)

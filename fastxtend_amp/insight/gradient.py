@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from ..messages import first_line
 from ..precisions import Precision
 from .random_states import random_state, set_random_state
-from .running import BackwardOnly, run_batch, running_copy
+from .batches import BackwardOnly, run_batch, running_copy
 from .values import all_finite
 
 N_BATCHES = 6  # K, batches whose gradients are compared

@@ -10,10 +10,9 @@ from ..precisions import Precision
 from ..precisions.matching import ROOT, covers, qualified_names
 from ..tensors import FP16_NORMAL, FP16_SMALLEST
 from .choices import Choice
-from .display import some
+from .display import LOSS, named, some
 from .evidence import CLOSE, MARGIN, NO_AUTOCAST, harm, loss_scales, prediction_error
 from .gradient import GradientDistance, gradient_distance
-from .observers import LOSS, named
 from .recording import Recording
 from .report_result import Verdict
 from .sample import Sample
@@ -36,7 +35,8 @@ class Judge:
             flag modules that raise an error, overflow or round too much
             if a module is flagged, or the run failed:
                 lower the loss scale, or keep modules in fp32, and run again
-                if there is nothing left to try: 'do not use', or after an error 'cannot run'
+                if there is nothing left to try: 'do not use', or after an error 'cannot run';
+                    but go on if all is finite, and values are only close to the maximum
             find out which loss scales work
             compare the mean gradient of several batches with that in fp32
             if no other batch has a gradient that is finite only in fp32: 'safe so far', or what else was found
@@ -85,9 +85,11 @@ class Judge:
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
             self.sentences = [self._about_modules(run)]
             if harmed or run.raised or run.not_finite:
-                if self._try_next(run, harmed) or (self._is_only_close(run) and self._lower_scale(run)): continue
-                if run.not_finite or not self._is_only_close(run): return self._nothing_helps(run)
-            scales, init_scale = self._scales(run)
+                if self._try_next(run, harmed): continue
+                if not self._is_only_close(run): return self._nothing_helps(run)
+                if self._lower_scale(run): continue
+                if run.not_finite: return self._nothing_helps(run)
+            scales, init_scale = self._scale_range(run)
             distance = self._distance(self.keep, init_scale)
             if distance.raised:
                 self.sentences = [f'the model does not run in {self.cls.name}: {distance.raised}']
@@ -197,7 +199,7 @@ class Judge:
 
     # -- nothing is flagged any more
 
-    def _scales(self, run):
+    def _scale_range(self, run):
         "Return the range of loss scales that work, and where to start if the first one is outside or close to its end."
         if not self.cls.scales_loss or self.sample.is_small: return None, None
         least, most = loss_scales(run)

@@ -11,12 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..messages import users_line
-from ..precisions.matching import ROOT
 from ..tensors import FP16_NORMAL, HALF
 from .values import as_dtype, is_plain, largest_value, n_nan_or_inf, tensors
-
-LOSS = 'loss function'      # its name among the modules; includes callbacks after the forward pass
-BACKWARD = 'backward pass'  # where an error comes from, after the loss
 
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 # Operators that only copy values, which are noted where they were computed.
@@ -69,12 +65,6 @@ class ModuleRecord:
         reference: Any = None, # Its record in the fp32 run; empty without one
     ):
         self.name, self.type, self.reference = name, type, reference
-
-
-def named(name: str) -> str:
-    "Return the name of a module, or of what else failed, for a message."
-    own = {ROOT: "the model's own `forward`", LOSS: 'the loss function', BACKWARD: 'the backward pass'}
-    return name if name.startswith('callback `') else own.get(name, f"'{name}'")
 
 
 # -- sizes, NaN and products

@@ -14,7 +14,8 @@ from torch import nn
 from ..compat import TorchDispatchMode, in_function_transform, without_modes
 from ..precisions import Precision
 from ..precisions.matching import qualified_names
-from .observers import BACKWARD, LOSS, ModuleRecord
+from .display import BACKWARD, LOSS
+from .observers import ModuleRecord
 from .operations import Operation, RunningModule
 from .values import all_finite, is_plain, readable
 
@@ -47,7 +48,7 @@ class Recording(TorchDispatchMode):
         self.modules = dict[str, ModuleRecord]()
         self.losses = list[float]()                              # of the batches that gave one
         self.predictions = list[torch.Tensor]()                  # in validation
-        self.random_state = torch.get_rng_state()                # after it
+        self.random_state = torch.get_rng_state()                # after the validation
         self.unreadable = dict[str, None]()                      # modules whose values could not be read
 
     @contextmanager

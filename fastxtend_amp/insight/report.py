@@ -18,15 +18,14 @@ from ..messages import check_above_0, check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
 from .choices import Choice, own_precision
-from .display import progress_bar
+from .display import named, progress_bar
 from .gradient import N_BATCHES
 from .judge import Judge, OutOfTime
-from .observers import named
 from .random_states import random_state_kept
 from .report_notes import notes
 from .report_result import PrecisionReport, Verdict, table_of
 from .requirements import check_learner, no_batch
-from .running import loader_like
+from .batches import loader_like
 from .sample import Sample
 from .values import n_items
 
@@ -73,18 +72,19 @@ def precision_report(self: Learner,
     check_argument('dl', dl, lambda dl: dl is None or hasattr(dl, '__iter__'), 'a DataLoader or another iterable')
     own = training_device(self).type
     wanted = own if device is None else str(device).partition(':')[0]
-    simulated = own != wanted
-    if simulated and (own, wanted) != ('cpu', 'cuda'):
+    with_cuda_rules = own != wanted
+    if with_cuda_rules and (own, wanted) != ('cpu', 'cuda'):
         raise ValueError(f'device={device!r} cannot be used: the model trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
     until, source = time.monotonic() + max_seconds, self.dls.train if dl is None else dl
-    with random_state_kept(), cuda_rules() if simulated else nullcontext(), progress_bar(self, max_seconds) as show:
+    rules = cuda_rules() if with_cuda_rules else nullcontext()
+    with random_state_kept(), rules, progress_bar(self, max_seconds) as show:
         with random_state_kept():                                # the runs start from the state before drawing
             drawn = [*islice(loader_like(source), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
         sample = Sample(self, drawn[:n_batches])
-        return _Reporter(self, drawn, sample, simulated, max_seconds, until, show).report(classes)
+        return _Reporter(self, drawn, sample, with_cuda_rules, max_seconds, until, show).report(classes)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Reporter:
     learn: Learner
     drawn: list # Batches whose gradients are compared
     sample: Sample # The first of these batches, on which modules are judged
-    simulated: bool # Whether a CPU follows CUDA's autocast rules
+    with_cuda_rules: bool # Whether a CPU follows CUDA's autocast rules
     max_seconds: float
     until: float # The end of the time limit, by `time.monotonic`
     show: Callable # Called with the name of a precision, for a progress bar
@@ -104,7 +104,7 @@ class _Reporter:
         self.verdicts = {cls.name: self._verdict(cls) for cls in classes}
         if not self.sample.wrong: self._advise_another()
         table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
-        found = [*notes(self.learn, self.sample, self.judges, self.verdicts, self.simulated)]
+        found = [*notes(self.learn, self.sample, self.judges, self.verdicts, self.with_cuda_rules)]
         return PrecisionReport(table, self.verdicts, found)
 
     @cached_property
@@ -131,8 +131,8 @@ class _Reporter:
         judge = self.judges[cls.name] = Judge(cls, sample, scale, batches, self._before_run)
         verdict = judge.verdict()
         is_advised = isinstance(verdict.next, Choice)
-        verdict = replace(verdict, is_emulated=status == 'emulated' and is_advised and not self.simulated)
-        lacking = first(run for run in judge.runs if self.simulated and _NO_KERNEL.search(run.raised))
+        verdict = replace(verdict, is_emulated=status == 'emulated' and is_advised and not self.with_cuda_rules)
+        lacking = first(run for run in judge.runs if self.with_cuda_rules and _NO_KERNEL.search(run.raised))
         if not lacking: return verdict
         return Verdict(cls.name, 'not known', f'this CPU has no {cls.name} kernel for {named(lacking.failed_in)}, '
                        f'which CUDA may have: {lacking.raised}')
@@ -141,7 +141,7 @@ class _Reporter:
         "Show the name of a precision; raise `OutOfTime` with what is unknown if the time limit is reached."
         self.show(name)
         if time.monotonic() <= self.until: return
-        rules = ", device='cuda'" if self.simulated else ''
+        rules = ", device='cuda'" if self.with_cuda_rules else ''
         raise OutOfTime(f'the time limit (`max_seconds={self.max_seconds:g}`) was reached before {unknown}',
                         f"learn.precision_report('{name}', max_seconds={10 * self.max_seconds:g}{rules})")
 

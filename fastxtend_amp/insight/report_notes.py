@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from fastai.learner import Learner
 
 from .copied_callbacks import note_of_left_out
-from .display import some
+from .display import named, some
 from .evidence import equal_numbers, not_fp32
 from .judge import Judge
-from .observers import named
 from .report_result import Verdict
 from .sample import Sample
 from .values import largest_value, n_items, readable, tensors
@@ -21,7 +20,7 @@ def notes(
     sample: Sample, # The batches that were looked at
     judges: Mapping[str, Judge], # By precision, of those that can run
     verdicts: Mapping[str, Verdict], # By precision
-    simulated: bool, # Whether a CPU followed CUDA's autocast rules
+    with_cuda_rules: bool, # Whether a CPU followed CUDA's autocast rules
 ) -> Iterator[str]:
     "Give the notes, one after the other."
     yield from _inputs(sample, verdicts)
@@ -31,10 +30,10 @@ def notes(
         if judge.first_run: yield from _precision(learn, judge, verdicts[name])
     yield from _looked_at(sample, judges)
     yield from _gradients(sample, judges)
-    if simulated:
+    if with_cuda_rules:
         yield ("Computed on this CPU with CUDA's autocast rules, which a fit on it does not follow. GPU kernels were "
                'not run; they may round differently or be missing.')
-    if simulated and 'bf16' in verdicts:
+    if with_cuda_rules and 'bf16' in verdicts:
         yield 'A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, or use fp32.'
     yield from note_of_left_out(learn)
 

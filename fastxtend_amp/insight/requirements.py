@@ -32,8 +32,8 @@ def check_learner(
     if is_sharded(learn.model):
         raise ValueError(f'{method} does not support models with sharded parameters (FSDP).\n'
                          'Call it before `fully_shard`.')
-    if lost := weights_not_finite(learn.model):
-        raise ValueError(f'{method} cannot run this model: {lost}.\nLoad other weights, or create the model again.')
+    if bad := weights_not_finite(learn.model):
+        raise ValueError(f'{method} cannot run this model: {bad}.\nLoad other weights, or create the model again.')
     if dl is None and not getattr(learn.dls, 'loaders', True): raise no_batch(method)
 
 
@@ -47,5 +47,5 @@ def no_batch(method: str, dl: Any = None) -> ValueError:
 def weights_not_finite(model: nn.Module) -> str: # "2 of 4 weight tensors are NaN or inf; the first is '0.weight'"
     "Describe which weights are NaN or inf, among the shards of this process; '' if none is."
     weights = readable_weights(model)
-    lost = [name for name, p in weights.items() if not all_finite(p)]
-    return f"{len(lost):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{lost[0]}'" if lost else ''
+    bad = [name for name, p in weights.items() if not all_finite(p)]
+    return f"{len(bad):,} of {len(weights):,} weight tensors are NaN or inf; the first is '{bad[0]}'" if bad else ''

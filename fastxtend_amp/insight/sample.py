@@ -11,11 +11,11 @@ from ..messages import first_line, users_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT
 from ..tensors import map_tensors
+from .display import LOSS
 from .evidence import wrong_in_reference
-from .observers import LOSS
 from .random_states import RandomState, set_random_state
 from .recording import Recording
-from .running import BackwardOnly, run_batch, run_prepared, running_copy
+from .batches import BackwardOnly, run_batch, run_batch_again, running_copy
 from .values import has_finite_results, readable
 
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
@@ -52,7 +52,7 @@ class Sample:
         """
         precision, reference = recording.precision, recording.reference
         where, in_batch = '', self.start is not None
-        run_one = run_prepared if in_batch else run_batch
+        run_one = run_batch_again if in_batch else run_batch
         reader = BackwardOnly(recording.record_gradients, recording.record_loss)
         try:
             with running_copy(self.learn, precision, in_batch) as copy:

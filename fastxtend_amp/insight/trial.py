@@ -20,7 +20,7 @@ from .choices import Choice
 from .copies import copied_learner
 from .random_states import random_state, set_random_state
 from .recommendation import last_fifth
-from .running import begin_fit, run_batch
+from .batches import begin_fit, run_batch
 from .speed import Speed
 from .values import is_plain
 

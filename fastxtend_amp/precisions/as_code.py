@@ -1,6 +1,5 @@
 "Arguments as code, for the calls that are printed."
 import inspect
-from enum import Enum
 from typing import Any
 
 from fastcore.foundation import L
@@ -13,7 +12,6 @@ def as_code(arguments: dict[str, Any]) -> str:
 
 
 def _value(value: Any, name: str) -> str:
-    if isinstance(value, Enum): value = value.value
     if isinstance(value, (list, tuple, set, L)): return f"[{', '.join(_value(v, name) for v in value)}]"
     if isinstance(value, type):
         is_torchs = getattr(nn, value.__name__, None) is value

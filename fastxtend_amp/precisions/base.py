@@ -23,7 +23,7 @@ from .as_code import as_code
 from .flat_master import check_flat, flat_step
 from .forwards import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
-from .names import OTHER_NAMES, own_name, unknown_name
+from .names import OTHER_NAMES, own_name
 from .support import Support
 from .weights import weights_to_fp32
 
@@ -44,7 +44,6 @@ class Precision:
     color: ClassVar[str] = '#4c566a' # In plots
     automatic: ClassVar[bool] = False # Whether `to_amp()` may select it without measuring: the first native one
     state_key: ClassVar[str] = '' # Where a file's optimizer state keeps `state_dict`; by default the name
-    slowdown: ClassVar[int] = 0 # Largest one that was measured on a CPU that emulates it; 0 if none was
     package: ClassVar[str] = '' # A package that it needs besides torch and fastai
     rules: ClassVar[dict[str, Callable[[torch.device], Support]]] = {} # By device type: how it runs this precision
     arguments: dict[str, Any] # Of its constructor, by name, defaults included
@@ -92,7 +91,6 @@ class Precision:
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.arguments == other.arguments
-    def __hash__(self) -> int: return hash(type(self))
 
     def __repr__(self) -> str: return f'learn.to_{self.name}({as_code(self.changed)})'
 
@@ -188,7 +186,8 @@ def find_precision(
 ) -> type[Precision]: # `Precision` itself for fp32
     "Return the precision with this name. Raises `ValueError` for an unknown one."
     known: dict[str, type[Precision]] = {Precision.name: Precision, **PRECISIONS}
-    if own_name(name) not in known: raise unknown_name(name, known)
+    if own_name(name) not in known:
+        raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, known))}.")
     return known[own_name(name)]
 
 

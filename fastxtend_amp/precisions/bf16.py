@@ -53,7 +53,6 @@ class BF16(Precision):
     https://rocm.docs.amd.com/en/latest/reference/precision-support.html; Apple's Metal feature set tables.
     """
     name, dtype, color, automatic = 'bf16', torch.bfloat16, '#2a78b8', True
-    slowdown = 18
     rules: ClassVar = dict(
         cpu=lambda device: cpu_support('bf16', 'avx512_bf16', 'amx_bf16', 'bf16'), cuda=_cuda, mps=_mps, xpu=_xpu,
         xla=lambda device: xla_support('TPU', 'CUDA', 'ROCM'))

@@ -64,7 +64,7 @@ class FP16(Precision):
     https://docs.pytorch.org/docs/stable/amp.html. Devices: NVIDIA's CUDA C++ Programming Guide.
     """
     name, dtype, color, automatic = 'fp16', torch.float16, '#d1701f', True
-    scales_loss, slowdown = True, 125
+    scales_loss = True
     state_key = 'grad_scaler'                                    # as version 0.1 named it
     # Not AVX512-FP16: in PyTorch 2.14 it makes a training step of a ResNet 125 times slower than fp32.
     rules: ClassVar = dict(

@@ -79,7 +79,7 @@ class FP8(BF16):
     Source: Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433;
     https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
-    name, color, automatic, package, slowdown = 'fp8', '#8f4a9e', False, 'torchao', 0
+    name, color, automatic, package = 'fp8', '#8f4a9e', False, 'torchao'
     sides, forward = 16, Fp8Forward
     module_arguments = 'fp32_modules', 'modules'
 
@@ -91,7 +91,7 @@ class FP8(BF16):
     ):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         check_integer(0, min_size=min_size)
-        self.spec, self.min_size = modules, min_size
+        self.modules, self.min_size = modules, min_size
         tests_of(modules, 'modules')                             # raises `TypeError`
 
     def check(self, model: nn.Module) -> None:
@@ -114,15 +114,15 @@ class FP8(BF16):
 
     def find_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         "Return the linear layers that compute in FP8, by name. Raises `ValueError` if there is none."
-        asked = [ROOT] if self.spec is None else match_modules(model, self.spec, 'modules')
+        asked = [ROOT] if self.modules is None else match_modules(model, self.modules, 'modules')
         in_fp32, found = self.kept_in_fp32(model), dict[str, nn.Module]()
         for name, m in qualified_names(model):
             is_meant = covers(asked, name) and not covers(in_fp32, name)
             if is_meant and type(m) is nn.Linear and self._fits(m): found[name] = m
         if found: return found
         at_least = f' and of at least {self.min_size}' if self.min_size else ''
-        raise ValueError(f'{self.name} cannot be used: modules={self.spec!r} leaves no linear layer whose weight has '
-                         f'both sides divisible by {self.sides}{at_least}.\n'
+        raise ValueError(f'{self.name} cannot be used: modules={self.modules!r} leaves no linear layer whose weight '
+                         f'has both sides divisible by {self.sides}{at_least}.\n'
                          'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
 
     def _fits(self, linear: Any) -> bool:

@@ -26,7 +26,7 @@ from .precision_support import precision_support
 
 EPOCHS, LR = 3, 5e-3
 SLACK = .1            # how far the validation loss may lie above that of fp32: this share of it, plus .02
-Facts = Iterator[tuple[str, bool]]         # what a check has seen, and whether that is right
+Seen = Iterator[tuple[str, bool]]          # what a check has seen, and whether that is right
 
 
 class Result(NamedTuple):
@@ -47,7 +47,7 @@ class Checks:
 
     def __init__(self, device: torch.device): self.device, self.state = device, _state(device)
 
-    def of(self, cls: type[Precision]) -> Iterator[tuple[str, Callable[..., Facts]]]:
+    def of(self, cls: type[Precision]) -> Iterator[tuple[str, Callable[..., Seen]]]:
         "Iterate over the checks of a precision and their names."
         yield 'fp32 reference' if cls is Precision else 'trains as fp32', self.trains
         if cls.scales_loss:
@@ -65,7 +65,7 @@ class Checks:
         learn = Learner(digits(self.device, size=8), model, CrossEntropyLossFlat(), opt_func, path=path)
         return getattr(learn, f'to_{cls.name}')(**kwargs)
 
-    def trains(self, cls) -> Facts:
+    def trains(self, cls) -> Seen:
         learn, dtypes = self.learner(cls), list[torch.dtype]()
         learn.model[1].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
         _fit(learn, EPOCHS)
@@ -75,7 +75,7 @@ class Checks:
         seen = f'validation loss {loss:.4f} ({loss - self.fp32_loss:+.4f} from fp32)'
         yield seen, loss < self.fp32_loss * (1 + SLACK) + .02
 
-    def skips(self, cls, opt_func=Adam) -> Facts:
+    def skips(self, cls, opt_func=Adam) -> Seen:
         learn, steps = self.learner(cls, opt_func), count(1)
         weight = learn.model[1].weight
         weight.register_hook(lambda grad: grad * math.inf if next(steps) == 10 else grad)
@@ -84,7 +84,7 @@ class Checks:
         scale, after = learn.mixed_precision.scales[9:11]
         yield f'loss scale {scale:,g}, then {after:,g}', after == scale / 2
 
-    def resumes(self, cls) -> Facts:
+    def resumes(self, cls) -> Seen:
         with tempfile.TemporaryDirectory() as folder:
             scaling = dict(init_scale=1024., growth_interval=6) if cls.scales_loss else {}
             learn, other = self.learner(cls, path=folder, **scaling), self.learner(cls, path=folder)
@@ -97,7 +97,7 @@ class Checks:
             yield f'loss scale {before:,g}, then {after:,g}', before == after
         _fit(other)
 
-    def recovers(self, cls) -> Facts:
+    def recovers(self, cls) -> Seen:
         learn = self.learner(cls)
         def interrupt(*args): raise InterruptedError
         hook = learn.model.register_forward_hook(interrupt)

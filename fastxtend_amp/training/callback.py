@@ -71,12 +71,8 @@ class MixedPrecision(fp16.MixedPrecision):
         max_skips: int = 16, # Consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
     ):
-        if isinstance(amp_mode, Precision):
-            if args or kwargs:
-                name = type(amp_mode).__name__
-                raise TypeError(f'{name} is constructed already: pass its arguments to `{name}(...)`.')
-            self.precision = amp_mode.like()                     # its loss scale is this callback's own
-        else: self.precision = find_precision(amp_mode)(*args, **kwargs)
+        make = amp_mode.like if isinstance(amp_mode, Precision) else find_precision(amp_mode)
+        self.precision = make(*args, **kwargs)                   # its loss scale is this callback's own
         check_integer(1, max_skips=max_skips)
         self._set_watchers([cls(self) for cls in WATCHERS])
         self.max_skips, self.on_overflow = max_skips, on_overflow

@@ -61,9 +61,8 @@ class Fit(ExitStack):
         precision, device = self.precision, self.device
         support = precision.support(device)
         if support.status != 'emulated': return
-        times = f', up to {precision.slowdown} times' if precision.slowdown and device.type == 'cpu' else ''
-        warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32"
-                  f'{times}.\nCall `learn.to_amp()`, which selects only what the device accelerates; '
+        warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32."
+                  '\nCall `learn.to_amp()`, which selects only what the device accelerates; '
                   f"`learn.compare_precision('{precision.name}')` measures it.", self.learn)
 
     def run_backward(self, backward: Callable[[], object]) -> None:

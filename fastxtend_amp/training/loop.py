@@ -43,7 +43,7 @@ def _with_events(self: Learner, f: Callable, event_type: str, ex: type[Exception
     "Run a part of fastai's loop."
     cb = precision_callback(self)
     if event_type in ('backward', 'step'):                       # a precision enters nothing in these
-        if cb and cb.fit: f = partial(getattr(cb.fit, f'run_{event_type}'), f)
+        if cb and cb.fit: f = partial(cb.fit.run_backward if event_type == 'backward' else cb.fit.run_step, f)
         return _fastais(self, f, event_type, ex, final)
     run: Any = partial(_fastais, self, f, event_type, ex, final)
     if cb and cb.parts: _run_part(cb, event_type, run)

@@ -58,8 +58,6 @@ class Scaling:
         # The scale, which scaling puts on the device.
         self.history.begin_fit(scaler.scale(torch.ones((), device=device)), state['scale'])
         self.low_scale = LowScale(scaler, self.history, cb.precision.first_scale)
-        # Good steps since the scale last changed, as `GradScaler` counts them; None once a device has counted.
-        self.tracker: int | None = state['_growth_tracker']
         # The step.
         self.has_begun = False                                   # whether there was a training batch
         self.gradients = Gradients.BETWEEN_STEPS
@@ -133,12 +131,7 @@ class Scaling:
         self._end_step()
         step = self.step
         self.buffers.remember(step.found_inf)
-        if type(step) is DeviceStep: self.tracker = None
-        elif self.tracker is not None:
-            self.tracker = 0 if step.found_inf else (self.tracker + 1) % self.scaler.get_growth_interval()
-        # The scale may have changed if the tracker is 0, or None.
-        scale = self.history.next_scale if self.tracker else self.scaler._scale.to(self.device, copy=True)
-        self.history.add(step.found_inf, scale)
+        self.history.add(step.found_inf, self.scaler._scale.to(self.device, copy=True))
         if step.host_skips or step.largest is not None: self.low_scale.raise_scale(step.largest)
 
     def cancel(self) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.copies import copied_learner
 from fastxtend_amp.insight.requirements import check_learner
-from fastxtend_amp.insight.running import begin_fit, loader_like
+from fastxtend_amp.insight.batches import begin_fit, loader_like
 from fastxtend_amp.precisions import FP16, Precision
 from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, set_support
 from states import ASK, InStep, bits, language_model, rich, shuffled

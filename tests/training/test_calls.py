@@ -14,14 +14,14 @@ from nbs.benchmarks import calls  # noqa: E402
 
 @pytest.mark.parametrize('precision, share', [('bf16', 0.5), ('fp16', 0.75)])
 def test_a_batch_costs_less_than_with_fastais_callback(precision, share):
-    "Calls of Python and C functions; an operator more, which the watch uses to read the loss."
+    "Calls of Python and C functions; an operator more to read the loss, and in fp16 one to keep the scale."
     fp32, fastais, ours = (
         calls.per_batch(way, name)
         for way, name in ((calls.fastais, 'fp32'), (calls.fastais, precision), (calls.ours, precision))
     )
     for a, b, c in [*zip(fp32, fastais, ours)][:2]:
         assert c - a < share * (b - a)
-    assert ours[2] <= fastais[2] + 1
+    assert ours[2] <= fastais[2] + (2 if precision == 'fp16' else 1)
 
 
 @pytest.mark.filterwarnings('ignore')

@@ -59,7 +59,7 @@ def run_batch(copy: Learner, i: int, batch: Any) -> None:
     with suppress(*_ENDS): copy.one_batch(i, batch)
 
 
-def run_prepared(copy: Learner, i: int, batch: Any) -> None:
+def run_batch_again(copy: Learner, i: int, batch: Any) -> None:
     "Run a clone of the batch that the learner is in the middle of."
     copy.xb, copy.yb = map_tensors(torch.clone, batch)           # which the model may write into
     copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
@@ -77,8 +77,8 @@ def running_copy(
     # The precision of this dtype needs neither hardware nor other packages.
     of_dtype = find_precision(precision.dtype or torch.float32)
     scaling = {'init_scale': precision.first_scale} if of_dtype.scales_loss else {}
-    simulated = of_dtype(fp32_modules=precision.fp32_modules, **scaling)
-    with (copied_learner(learn, Choice(simulated)) as copy, torch.compiler.set_stance('force_eager'),
+    in_dtype = of_dtype(fp32_modules=precision.fp32_modules, **scaling)
+    with (copied_learner(learn, Choice(in_dtype)) as copy, torch.compiler.set_stance('force_eager'),
           fp32_settings(FULL_PRECISION)):
         modules = dict(qualified_names(copy.model))
         for name, forward in precision.simulated_forwards(copy.model).items():
