@@ -44,7 +44,7 @@ WORDS = {
                                          'to_bf16 not faster, bf16 not faster, slow, slower than fp32, '
                                          'not faster, speedup, '
                                  'no speedup on GPU, speed up training, channels last',
-        'Some layers are slower in bf16': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
+        'Some layers are slower in 16 bits': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
         'CUDA out of memory': 'out of memory, OOM, GPU memory, memory, VRAM, save memory, '
                                             'gradient checkpointing, activation checkpointing, '
@@ -68,7 +68,7 @@ WORDS = {
     'coming_from': {'Coming from another library': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'fastai 2': 'to_native_fp16, uninstall, is it safe, '
                                 'difference to fastai, does to_fp16 still work, fastai to_fp16, '
-                                'learn.scaler, to_fp16 does nothing, go back to fastai',
+                                'learn.scaler, get_scale, to_fp16 does nothing, go back to fastai',
                     'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval, '
@@ -120,7 +120,7 @@ WORDS = {
                      'What importing changes': 'monkey patch'},
     'pytorch': {
         'Any PyTorch model: a loop, Lightning, the Trainer':
-            'LightningModule, report without a learner, underflow_overflow, Trainer, '
+            'LightningModule, report without a learner, underflow_overflow, Trainer, Hugging Face Trainer, '
             'accelerator.prepare, fabric.setup, plain PyTorch, own training loop',
         'Train as the report says': '16-true',
         'Modules in fp32': 'fp32 module without a learner',
@@ -139,7 +139,7 @@ WORDS = {
             'disable autocast in part of my model, softmax in fp32, '
             'LayerNorm, batchnorm, '
             'keep batchnorm fp32',
-        'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad',
+        'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad, clip grad norm',
         'Fix overflows while training': 'on_overflow',
         'Report on a laptop, train on Colab or Kaggle': 'Colab, Kaggle, Kaggle T4, train on Colab',
         'Get the batch that failed': 'bad batch, which batch, find the batch',
