@@ -28,10 +28,11 @@ def map_tensors(
     x: Any, # A tensor, or tensors nested in tuples, lists, dicts, their subclasses, and what PyTorch's pytree knows
 ) -> Any: # `x` itself, or a copy of the same type
     "Return `x` with `f` applied to every tensor in it. (fastai's `apply` turns subclasses of dict into dicts.)"
+    if isinstance(x, torch.Tensor): return f(x)
     def of_leaf(x: Any) -> Any: # A tensor, or a container that pytree does not know
         if isinstance(x, torch.Tensor): return f(x)
         if not isinstance(x, dict): return type(x)([map_tensors(f, o) for o in x])
         new = copy(x)
         for key, value in x.items(): new[key] = map_tensors(f, value)
         return new
-    return f(x) if isinstance(x, torch.Tensor) else tree_map_only((torch.Tensor, dict, list, tuple, L), of_leaf, x)
+    return tree_map_only((torch.Tensor, dict, list, tuple, L), of_leaf, x)

@@ -149,7 +149,8 @@ class Judge:
         if not (self.cls.scales_loss and run.not_finite): return False
         least, most = loss_scales(run)
         # Where the backward pass begins: all others follow from these gradients, which must not lose digits.
-        start = [1., *(m.reference.grad for m in run.modules.values() if m.reference.grad)][-1]
+        gradients = [m.reference.grad for m in run.modules.values() if m.reference.grad]
+        start = gradients[-1] if gradients else 1.
         lower = most if most < self.scale else self.scale / MARGIN
         lower = max(lower, least, FP16_SMALLEST, FP16_NORMAL / start)
         if lower >= self.scale: return False

@@ -44,7 +44,8 @@ class Observations:
         smoothed them. This waits for the device.
         """
         if self.weights is None: return ''
-        losses = [abs(float(loss)) for loss in getattr(vars(learn).get('recorder'), 'losses', ())]
+        recorder = vars(learn).get('recorder')
+        losses = [abs(float(loss)) for loss in getattr(recorder, 'losses', ())]
         losses = [*filter(math.isfinite, losses)] or [math.inf]
         usual = median_low(losses) if len(losses) > _MANY else losses[0]
         last, weights = self.last_loss, float(_norm(learn.model) / self.weights)
