@@ -76,7 +76,7 @@ def _undone_cast(m, precision):
 
 
 def _fault(m, precision, headroom):
-    "Describe what 16 bits do to a module, the worst first: values that are not finite, then lost ones; '' for nothing."
+    "Describe the worst that 16 bits do to a module: NaN, inf or nearly, then what rounding loses; '' for nothing."
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * headroom > limit and not covers(precision.fp32_modules or (), m.name)

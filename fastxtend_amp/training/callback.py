@@ -71,6 +71,8 @@ class MixedPrecision(fp16.MixedPrecision):
         max_skips: int = 16, # Consecutive skipped steps after which training counts as failed
         **kwargs: Any # The same, by name
     ):
+        if args and isinstance(amp_mode, Precision):
+            raise TypeError(f'`{amp_mode!r}` is a precision already: change its arguments by name.')
         make = amp_mode.like if isinstance(amp_mode, Precision) else find_precision(amp_mode)
         self.precision = make(*args, **kwargs)                   # its loss scale is this callback's own
         check_integer(1, max_skips=max_skips)
