@@ -33,7 +33,7 @@ WORDS = {
                            'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
-                           'early stopping NaN, 1e-8, eps, epsilon, pow',
+                           'TerminateOnNaNCallback, early stopping NaN, 1e-8, eps, epsilon, pow',
         'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
                                   'stuck at chance level, '
                                   'silent overflow',
@@ -42,7 +42,7 @@ WORDS = {
         'Mixed precision is not faster': 'num_workers, data loading, '
                                          'fp16 slow on CPU, no speedup, training is not faster, '
                                          'to_bf16 not faster, bf16 not faster, slow, slower than fp32, '
-                                         'not faster, speedup, '
+                                         'not faster, speedup, tensor cores, multiples of 8, '
                                  'no speedup on GPU, speed up training, channels last',
         'Some layers are slower in 16 bits': 'depthwise, depthwise convolution slow, MobileNet, EfficientNet, '
                                     'GhostNet, is_depthwise',
@@ -69,7 +69,7 @@ WORDS = {
                     'fastai 2': 'to_native_fp16, uninstall, is it safe, '
                                 'difference to fastai, does to_fp16 still work, fastai to_fp16, '
                                 'learn.scaler, get_scale, to_fp16 does nothing, go back to fastai',
-                    'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true',
+                    'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true, lr_scheduler, self.log',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval, '
                                         'GradScaler, grad_scaler, init_scale, disable loss scaling, '

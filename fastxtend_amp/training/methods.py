@@ -72,8 +72,7 @@ def to_amp(self: Learner, *,
     The choice depends only on the device; small models may still be faster in fp32.
 
     `measure=True` accepts only `max_seconds`, and keeps the arguments of an earlier call, such as
-    `learn.to_fp16(fp32_modules=...)`. `learn.precision_decision` holds the details. Distributed runs raise
-    `RuntimeError`.
+    `learn.to_fp16(fp32_modules=...)`. Distributed runs raise `RuntimeError`.
     """
     check_bool(measure=measure)
     if measure:
