@@ -80,4 +80,4 @@ class BF16(Precision):
 
     def step(self, learn: Learner, step: Callable[[], object]) -> None:
         super().step(learn, step)
-        if not self.master_weights: self.bf16_weights.after_step()
+        if not self.master_weights: self.bf16_weights.after_step(learn)

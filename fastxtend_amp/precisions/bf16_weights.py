@@ -70,8 +70,9 @@ class BF16Weights:
     def __enter__(self) -> None:
         for p in self.lost: self._convert(p, torch.bfloat16)
 
-    def after_step(self) -> None:
+    def after_step(self, learn: Learner) -> None:
         "Add what is kept of a parameter to the compensation that its first step has created."
+        self.opt = inner_optimizer(learn.opt)                    # a callback may have created another
         for p, lost in self.lost.items():
             if lost is not None and self.opt.state.get(p): self._convert(p, torch.bfloat16)
 
