@@ -3,11 +3,9 @@
 What is wrong in fp32, which modules 16 bits harm and why, and the loss scales that work.
 """
 import math
-from collections.abc import Mapping
 
 import torch
 from fastcore.basics import first
-from torch import nn
 
 from ..precisions.matching import covers
 from .display import LOSS, named, some
@@ -61,11 +59,10 @@ def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 
 
 def harm(
     run: Recording,
-    modules: Mapping[str, nn.Module], # Of the model, by name
     headroom: float = CLOSE, # Below the largest number of the precision; with less, values are close to it
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
-    if run.raised: return _failing(run, modules)
+    if run.raised: return _failing(run)
     return {m.name: fault + _undone_cast(m, run.precision) for m in run.modules.values()
             if (fault := _fault(m, run.precision, headroom))}
 
@@ -94,11 +91,11 @@ def _fault(m, precision, headroom):
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
 
 
-def _failing(run, modules):
+def _failing(run):
     if not (name := run.failed_in): return {}
     why = f'{named(name)} does not run in {run.precision.name}: {run.raised}'
-    of_type = type(modules.get(name))
-    alike = [n for n, m in modules.items() if type(m) is of_type]
+    modules = run.reference.modules
+    alike = [m.name for m in modules.values() if name in modules and m.type == modules[name].type]
     return dict.fromkeys(alike or [name], why)
 
 

@@ -81,7 +81,7 @@ class Judge:
     def _search(self):
         while not self.sample.wrong:
             run = self._run(self.keep)
-            harmed = harm(run, self.modules)
+            harmed = harm(run)
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
             self.sentences = [self._about_modules(run)]
             if harmed or run.raised or run.not_finite:
@@ -159,7 +159,7 @@ class Judge:
 
     def _is_only_close(self, run):
         "Return whether what is flagged is only close to the maximum, so that it need not be moved."
-        return not (run.raised or run.not_finite == 'loss' or harm(run, self.modules, headroom=1.))
+        return not (run.raised or run.not_finite == 'loss' or harm(run, headroom=1.))
 
     def _can_be_kept(self, names, run):
         "Return which modules of these names could be kept in fp32 as well."
@@ -182,7 +182,7 @@ class Judge:
         def helps(names):
             trial = self._run([*self.keep, *names])
             if trial.raised or trial.not_finite == 'loss' or (trial.not_finite and only_gradients): return False
-            return name not in harm(trial, self.modules)
+            return name not in harm(trial)
 
         names = few_that_help(self._can_be_tried(run), helps)
         if not names: return []
