@@ -77,15 +77,14 @@ def _fault(m, precision, headroom):
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
     is_close = size * headroom > limit and not covers(precision.fp32_modules or (), m.name)
-    lost = m.lost and f'{m.lost.constant:.9g} is {m.lost.became:g} in {name} (`{m.lost.operator}`, {m.lost.line})'
     if m.failed and size <= limit:
-        return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {lost}' if lost else '')
+        return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {m.lost}' if m.lost else '')
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
         what = 'inputs of' if m.is_of_input else 'values in'
         return f"{what} {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
-    if lost and abs(m.lost.became) < 2:
-        return f'{lost}, so it does not keep values in {where} away from {m.lost.became:g}'
+    if m.lost and abs(m.lost_to) < 2:
+        return f'{m.lost}, so it does not keep values in {where} away from {m.lost_to:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     if m.name == LOSS: return ''                                 # what an error in it does, the gradient shows
     return f'the error of {where} is {min(m.error, 1):.0%} in {name}' if m.error > _IMPRECISE else ''
@@ -97,11 +96,6 @@ def _failing(run):
     modules = run.reference.modules
     alike = [m.name for m in modules.values() if name in modules and m.type == modules[name].type]
     return dict.fromkeys(alike or [name], why)
-
-
-def equal_numbers(run: Recording) -> str: # "257 and 258 in 'gate'"
-    "Describe whole numbers that become equal in modules; '' if none do."
-    return some(f'{m.merged} in {named(m.name)}' for m in run.modules.values() if m.merged)
 
 
 def loss_scales(run: Recording) -> tuple[float, float]:

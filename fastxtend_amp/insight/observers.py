@@ -6,13 +6,14 @@ import math
 from contextlib import suppress
 from itertools import takewhile
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from fastcore.basics import first
 
 from ..messages import users_line
 from ..tensors import FP16_NORMAL, HALF
-from .values import as_dtype, is_plain, largest_value, n_nan_or_inf, tensors
+from .values import is_plain, largest_value, n_nan_or_inf, tensors
 
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 # Operators that only copy values, which are noted where they were computed.
@@ -23,14 +24,6 @@ _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators tha
 
 
 # -- the record
-
-class LostConstant(NamedTuple):
-    "A constant that 16 bits do not have."
-    constant: float
-    became: float                                                # 0, 1, -1 or infinite
-    operator: str
-    line: str                                                    # 'norm.py:33'
-
 
 class ModuleRecord:
     "The record of one module: of its own operators, not those of modules inside; over all calls and batches."
@@ -52,7 +45,9 @@ class ModuleRecord:
     # Whole numbers.
     merged = ''                                                  # two that become equal in it
     shows_merged = False                                         # whether its results depend on such numbers
-    lost: LostConstant | None = None                                     # a constant that results need
+    # A constant that results need and 16 bits do not have.
+    lost = ''                                                    # '1e-08 is 0 in fp16 (`clamp`, norm.py:33)'
+    lost_to = 0.                                                 # what it became: 0, 1, -1 or infinite
     # Gradients of outputs and parameters.
     grad = 0.                                                    # largest absolute one
     grad_sum = 0.                                                # sum of their absolute values
@@ -112,8 +107,8 @@ def products(running, op):
     "Note products in 16 bits: in the fp32 run, and of inputs cast with `.float()`, which autocast undoes."
     record, has_half = running.record, op.has_half
     was_float = running.floats.include(op.inputs)
-    is_float = has_half and op.name == '_to_copy' and op.out.dtype is torch.float32
-    if is_float or (was_float and op.name == '_to_copy'): running.floats.add(op.out)
+    if op.name == '_to_copy' and (was_float or (has_half and op.out.dtype is torch.float32)):
+        running.floats.add(op.out)
     if not op.traits.flops: return
     record.has_product = True
     if has_half and not running.precision.dtype: record.half_line = _line()
@@ -128,7 +123,7 @@ def whole_numbers(running, op):
     if record.reference.merged: return                           # some do so in fp32 as well
     cast = tensors(op.args) if op.name in _CASTS else []
     pairs = (_equal_in(op.out.dtype, t) for t in cast if is_plain(t))
-    found = next(filter(None, pairs), '')
+    found = first(pairs, bool)
     record.merged = found or record.merged
     if found or running.merged.include(op.inputs): running.merged.add(op.out)
 
@@ -140,24 +135,26 @@ def _equal_in(dtype, t): # '257 and 258'
     # Larger numbers may be equal in fp32 already.
     if not ((t == t.round()) & (t.abs() < 2**24)).all(): return ''
     t = t.unique()
-    first = (t.to(dtype).diff() == 0).nonzero().flatten()[:1]    # of a pair that becomes equal
-    return ' and '.join(f'{float(n):.9g}' for i in first for n in t[i:i + 2])
+    at = (t.to(dtype).diff() == 0).nonzero().flatten()[:1]       # of a pair that becomes equal
+    return ' and '.join(f'{float(n):.9g}' for i in at for n in t[i:i + 2])
 
 
 # -- constants that 16 bits round to 0, 1 or -1, such as the epsilon of a division, or to infinity, as those of masks
 
 def constants(running, op):
     "Note a constant that is lost, and that results need: it bounds some, is added to values near 0, or masks."
-    if not op.name.startswith(('add', 'clamp', 'mul', 'where')): return
+    record = running.record
     for constant in filter(None, map(_constant, op.args)):
         for out, fp32 in op.results:
             if out.dtype not in HALF: continue
-            limit = as_dtype(constant, out.dtype)
+            limit = float(torch.tensor(float(constant)).to(out.dtype))
             if limit == constant or not op.name.startswith(_NEEDED_BY.get(abs(limit), ())): continue
             # A constant that becomes 0 matters beside values below the normal numbers of fp16.
             width = max(1.01 * abs(constant - limit), FP16_NORMAL)
             is_near = out == limit if math.isinf(limit) else (fp32 - limit).abs() < width
-            if is_near.any(): running.record.lost = LostConstant(constant, limit, op.name, _line())
+            if not is_near.any(): continue
+            name, record.lost_to = running.precision.name, limit
+            record.lost = f'{constant:.9g} is {limit:g} in {name} (`{op.name}`, {_line()})'
 
 
 def _constant(x): # 0 for what is none

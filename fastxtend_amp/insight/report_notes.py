@@ -5,7 +5,7 @@ from fastai.learner import Learner
 
 from .copied_callbacks import note_of_left_out
 from .display import named, some
-from .evidence import equal_numbers, not_fp32
+from .evidence import not_fp32
 from .judge import Judge
 from .report_result import Verdict
 from .sample import Sample
@@ -63,11 +63,12 @@ def _reference(sample):
 
 
 def _precision(learn, judge, verdict):
-    name, run = verdict.precision, judge.runs[-1]                # the last keeps flagged modules in fp32
-    equal = equal_numbers(run) if verdict.is_safe else ''
-    if equal: yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
-    products = [m for m in run.modules.values() if m.has_product]
-    if verdict.modules and not any(m.is_half for m in products):
+    name, last_run = verdict.precision, judge.runs[-1]           # with flagged modules in fp32
+    modules = last_run.modules.values()
+    equal = some(f'{m.merged} in {named(m.name)}' for m in modules if m.merged)
+    if equal and verdict.is_safe:
+        yield f'{name}: whole numbers become equal, {equal}. Neither loss nor gradient shows it.'
+    if verdict.modules and not any(m.is_half and m.has_product for m in modules):
         yield f'{name}: no product of matrices is left in {name}, so fp32 is as fast.'
     if layers := judge.first_run.precision.simulated_forwards(learn.model):
         yield f'{name}: the rounding of {some(map(named, layers))} was simulated; no {name.upper()} kernel was run.'

@@ -1,4 +1,4 @@
-"Tensors and their values: which can be read, sizes, errors, NaN and inf, and rounding."
+"Tensors and their values: which can be read, sizes, errors, NaN and inf."
 import math
 
 import torch
@@ -50,7 +50,7 @@ def readable_weights(model: nn.Module) -> dict[str, torch.Tensor]: # By name
 
 def all_finite(t: torch.Tensor) -> bool:
     "Return whether no value is NaN or inf."
-    if t.is_complex(): t = torch.view_as_real(t.resolve_conj())
+    if t.is_complex(): t = t.abs()
     if not t.numel() or not t.is_floating_point(): return True
     ends = torch.stack(torch.aminmax(t))                         # faster than to look at each value
     return bool(ends.isfinite().all())
@@ -92,10 +92,3 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float: # nan wi
     # Divided by their largest value, the squares of both stay in the range of fp32.
     if not (unit := largest_value(expected)): return math.nan
     return float(((got - expected) / unit).norm() / (expected / unit).norm())
-
-
-# -- rounding
-
-def as_dtype(number: float, dtype: torch.dtype) -> float:
-    "Return `number` rounded to a dtype."
-    return float(torch.tensor(float(number)).to(dtype))
