@@ -41,19 +41,6 @@ class Operation:
         outs = readable(self.out)[:1] if self.name in _COUNTS else readable(self.out)
         self.results = [*zip(outs, outs if self.is_exact else readable(twin))]
 
-    def run_in_fp32(self, twins):
-        "Return the result for the twins of the inputs; None if there is an error."
-        def fp32(t):
-            twin = twins.fp32(t)
-            return twin.clone() if self.traits.writes else twin
-
-        # It fails for tensor subclasses without this operator, and for operators that exist only in 16 bits.
-        with suppress(Exception), torch.no_grad():
-            device = tensors(self.args)[0].device
-            args, kwargs = map_tensors(fp32, (self.args, self.kwargs))
-            if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
-            with torch.autocast(device.type, enabled=False): return self.func(*args, **kwargs)
-
 
 @dataclass
 class RunningModule:
@@ -79,10 +66,19 @@ class RunningModule:
         return op.out
 
     def _twin(self, op):
-        "Return the result in fp32; None if nothing has been rounded yet, or if it cannot be compared."
+        "Return the result for the twins of the inputs; None if nothing has been rounded, or it cannot be compared."
+        def fp32(t):
+            twin = self.twins.fp32(t)
+            return twin.clone() if op.traits.writes else twin
+
         rounds = op.is_cast or op.has_half or self.twins.include(op.inputs)
         if not self.precision.dtype or not rounds or op.traits.draws: return None
-        return op.run_in_fp32(self.twins)
+        # It fails for tensor subclasses without this operator, and for operators that exist only in 16 bits.
+        with suppress(Exception), torch.no_grad():
+            device = tensors(op.args)[0].device
+            args, kwargs = map_tensors(fp32, (op.args, op.kwargs))
+            if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
+            with torch.autocast(device.type, enabled=False): return op.func(*args, **kwargs)
 
     def compare(self, t):
         "Record the error of a tensor that leaves the module, or enters one inside."

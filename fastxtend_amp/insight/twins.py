@@ -41,8 +41,9 @@ class Twins(_ByAddress):
 
     def keep(self, t, twin):
         "Keep a twin of `t`, unless `t` has no address."
-        if not address(t) or t.shape != twin.shape: return
-        if not self.include([t]):                                # a copy of all the memory, for views of it
+        a = address(t)
+        if not a or t.shape != twin.shape: return
+        if a not in self:                                        # a copy of all the memory, for views of it
             memory = t.new_empty(0).set_(t.untyped_storage())
-            self[address(t)] = t, memory.to(twin.dtype, copy=True)
+            self[a] = t, memory.to(twin.dtype, copy=True)
         self.fp32(t).copy_(twin)
