@@ -86,9 +86,10 @@ class Judge:
             self.sentences = [self._about_modules(run)]
             if harmed or run.raised or run.not_finite:
                 if self._try_next(run, harmed): continue
-                if not self._is_only_close(run): return self._nothing_helps(run)
-                if self._lower_scale(run): continue
-                if run.not_finite: return self._nothing_helps(run)
+                # Values that are only close to the maximum need not be moved.
+                is_harmless = not (run.raised or run.not_finite == 'loss' or harm(run, headroom=1.))
+                if is_harmless and self._lower_scale(run): continue
+                if run.not_finite or not is_harmless: return self._nothing_helps(run)
             scales, init_scale = self._scale_range(run)
             distance = self._distance(self.keep, init_scale)
             if distance.raised:
@@ -156,10 +157,6 @@ class Judge:
         if lower >= self.scale: return False
         self.scale = lower
         return True
-
-    def _is_only_close(self, run):
-        "Return whether what is flagged is only close to the maximum, so that it need not be moved."
-        return not (run.raised or run.not_finite == 'loss' or harm(run, headroom=1.))
 
     def _can_be_kept(self, names, run):
         "Return which modules of these names could be kept in fp32 as well."
