@@ -100,12 +100,12 @@ class _Reporter:
 
     def report(self, classes: list[type[Precision]]) -> PrecisionReport:
         "Return the report on these precisions."
-        self.device, self.judges = training_device(self.learn), dict[str, Judge]()
+        self.judges = dict[str, Judge]()
         self.verdicts = {cls.name: self._verdict(cls) for cls in classes}
         if not self.sample.wrong: self._advise_another()
         table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
-        found = [*notes(self.learn, self.sample, self.judges, self.verdicts, self.with_cuda_rules)]
-        return PrecisionReport(table, self.verdicts, found)
+        said = notes(self.learn, self.sample, self.judges, self.verdicts, self.with_cuda_rules)
+        return PrecisionReport(table, self.verdicts, [*said])
 
     @cached_property
     def small_sample(self) -> Sample: # `sample` if that is little work, or if the model needs whole batches
@@ -122,7 +122,7 @@ class _Reporter:
 
     def _verdict(self, cls):
         if self.sample.wrong: return Verdict(cls.name, 'not known', self.sample.wrong)
-        status, why = cls.support(self.device)
+        status, why = cls.support(training_device(self.learn))
         if status == 'unsupported': return Verdict(cls.name, 'cannot run', why)
         scale = (own_precision(self.learn).state_dict().get('scale')
                  or Choice.for_learner(self.learn, cls).precision.first_scale)

@@ -1,5 +1,6 @@
 "Requirements of reports and comparisons on a learner: finite fp32 weights, a batch, and no fit under way."
 import inspect
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ def check_learner(
 ) -> None:
     "Raise a `RuntimeError` inside a fit; a `ValueError` without data, or if parameters are sharded, NaN or inf."
     fit = inspect.unwrap(Learner.fit).__code__
-    frames = (f.frame for f in inspect.stack(0))
-    if any(f.f_code is fit and f.f_locals.get('self') is learn for f in frames):
+    if any(f.f_code is fit and f.f_locals.get('self') is learn for f, _ in walk_stack(None)):
         raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
