@@ -79,10 +79,10 @@ class FailureWatcher(Watcher):
         if type(fit.precision) is not Precision: fit.seen = Observations(fit.device.type == 'cpu')
 
     def before_train(self):
-        "Warn at the start of a distributed fit that 'fix' only warns."
-        is_first = not getattr(self.cb.learn, 'train_iter', 0)
-        if self.cb.on_overflow == 'fix' and several_processes() and is_first:
-            warn_user("on_overflow='fix' only warns in distributed runs: it looks for the cause in a single process.")
+        "Warn, once for a learner, that 'fix' only warns in distributed fits."
+        if self.cb.on_overflow == 'fix' and several_processes():
+            warn_user("on_overflow='fix' only warns in distributed runs: it looks for the cause in a single process.",
+                      self.cb.learn)
 
     def before_batch(self):
         "Keep the random state, and once the size of the weights."
@@ -96,7 +96,7 @@ class FailureWatcher(Watcher):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
         seen, learn = self.seen, self.cb.learn
         if not seen or not learn.training: return
-        if not seen.on_cpu: self._check_recorded()
+        self._check_recorded()
         seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
         if self.cb.fit.scaling: seen.scale = self.cb.history.next_scale
         if not seen.on_cpu or (loss := newest_loss(learn)) is None: return
