@@ -37,7 +37,6 @@ class ModuleRecord:
     is_half = False                                              # whether it has 16-bit results
     # NaN and inf.
     failed = False                                               # whether they first appear in it
-    is_after = False                                             # whether they came in
     # Products of matrices.
     has_product = False
     half_line = ''                                               # 'net.py:33', of one in 16 bits in the fp32 run
@@ -92,15 +91,13 @@ def _came_in(running, op):
 
 
 def failure(running, op):
-    "Note whether NaN or inf begins here, as the result in fp32 is finite and more than a mask, or came in."
+    "Note whether NaN or inf begins here, as the result in fp32 is finite and more than a mask."
     record = running.record
     for out, fp32 in op.results:
         if record.reference.failed or not n_nan_or_inf(out): continue
-        if op.is_exact: is_new = op.was_finite
-        elif _came_in(running, op): is_new = False
-        else: is_new = largest_value(fp32) > 0 and n_nan_or_inf(out[fp32.isfinite()]) > 0
-        record.failed |= is_new
-        record.is_after |= not is_new
+        if op.is_exact: record.failed |= op.was_finite
+        elif not _came_in(running, op):
+            record.failed |= largest_value(fp32) > 0 and n_nan_or_inf(out[fp32.isfinite()]) > 0
 
 
 def products(running, op):

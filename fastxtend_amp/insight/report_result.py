@@ -130,8 +130,8 @@ def _rows(run, flagged):
     for m in run.modules.values():
         in_fp32, is_flagged = m.reference, m.name in flagged
         if not (in_fp32.largest or is_flagged): continue         # it computes nothing
-        headroom = limit / m.largest_half if m.largest_half else math.inf
-        if m.is_after and m.is_half and not m.failed: headroom = math.nan
+        headroom = math.nan if m.is_half else math.inf           # 16-bit results that are NaN or 0 have none
+        if m.largest_half: headroom = limit / m.largest_half
         underflow = max(m.n_zeros - in_fp32.n_zeros, 0) / max(in_fp32.n_grads, 1)
         yield (name, m.name, m.type, name if m.is_half else 'fp32', in_fp32.largest or m.largest, headroom,
                math.inf if m.failed else m.error, in_fp32.grad or math.nan, underflow, is_flagged)
