@@ -81,8 +81,7 @@ def _fault(m, precision, headroom):
         return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {m.lost}' if m.lost else '')
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
-        what = 'inputs of' if m.is_of_input else 'values in'
-        return f"{what} {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
+        return f"values in {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
     if m.lost and abs(m.lost_to) < 2:
         return f'{m.lost}, so it does not keep values in {where} away from {m.lost_to:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'

@@ -33,7 +33,6 @@ class ModuleRecord:
     # Sizes.
     largest = 0.                                                 # absolute finite result, in fp32 if that is known
     largest_half = 0.                                            # the same of 16-bit results only
-    is_of_input = False                                          # whether the largest is an input, cast to 16 bits
     is_half = False                                              # whether it has 16-bit results
     # NaN and inf.
     failed = False                                               # whether they first appear in it
@@ -77,7 +76,7 @@ def size(running, op):
     record = running.record
     for out, fp32 in op.results:
         largest = largest_value(fp32)
-        if largest > record.largest: record.largest, record.is_of_input = largest, op.is_cast
+        record.largest = max(record.largest, largest)
         if out.dtype not in HALF: continue
         record.is_half = True
         if n_nan_or_inf(out) and _came_in(running, op): continue
