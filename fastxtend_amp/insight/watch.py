@@ -112,11 +112,11 @@ class FailureWatcher(Watcher):
         if history.unread and not scaling.step.host_skips: return
         if not (n := history.skips_in_a_row()): return
         scale = history.scales[-1]
-        if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped', scale)
+        if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped')
         # A scale of 1, or below that of a good step of this fit, has not caused it.
         if scale > max(1, history.highest_good * scaling.scaler.get_backoff_factor()): return
         seen.n_unexplained += 1
-        if seen.n_unexplained.bit_count() == 1: self._alarm(_UNEXPLAINED, scale, is_unexplained=True)
+        if seen.n_unexplained.bit_count() == 1: self._alarm(_UNEXPLAINED, is_unexplained=True)
 
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
@@ -136,9 +136,9 @@ class FailureWatcher(Watcher):
         text = (f'{skipped:,} of the {n:,} optimizer steps of this fit were skipped: gradients were not finite.\n'
                 '`learn.precision_report()` names the modules that overflow.')
         if scaler.get_backoff_factor() < 1 and 'scaler' not in self.cb.precision.changed:
-            text += ' If it finds none, '
-            lower = f'pass `init_scale={scaler.get_scale():.12g}`.'
-            text += lower if skipped < n else 'go on: each skipped step lowers the loss scale.'
+            advice = f'pass `init_scale={scaler.get_scale():.12g}`.'
+            if skipped == n: advice = 'go on: each skipped step lowers the loss scale.'
+            text += f' If it finds none, {advice}'
         warn_user(text)
 
     def after_validate(self):
@@ -163,14 +163,14 @@ class FailureWatcher(Watcher):
         if losses: self._check_loss(seen, float(losses[-1]))
 
     def _check_loss(self, seen, loss):
-        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}', float(seen.scale))
+        if not math.isfinite(loss): return self._alarm(f'the loss is {loss}')
         seen.last_loss = loss
         if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it diverges on purpose
 
-    def _alarm(self, what, scale, is_unexplained=False): # `scale`: that of the step
+    def _alarm(self, what, is_unexplained=False):
         "Say what happened, what to try and where it began: once a fit."
         learn, seen, cb = self.cb.learn, self.seen, self.cb
-        alarm = Alarm(what, type(cb.precision), scale, *seen.batch, is_unexplained)
+        alarm = Alarm(what, type(cb.precision), float(seen.scale), *seen.batch, is_unexplained)
         with cb.fit.scaling.buffers.repaired() if cb.fit.scaling else nullcontext():
             diagnosis = diagnose(learn, alarm, seen.divergence(learn))
         if not diagnosis: return                                 # the loss scale explains it
