@@ -19,7 +19,6 @@ from .values import readable, readable_weights
 _FAR = 100.     # times the usual loss, or the weights' norm at the start, from which a run diverges
 _MOVED = 1.1    # times the weights' norm at the start, from which they may explain such a loss
 _MANY = 32      # losses; by then a run that diverges at the start has failed
-_MOST_FIXES = 3  # in one fit
 _UNEXPLAINED = 'a gradient is not finite, and the loss scale is not the cause'        # said only if the rerun proves it
 
 
@@ -63,15 +62,10 @@ class FailureWatcher(Watcher):
 
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
-    n_fixes = 0                                                  # in this fit
-
     @property
     def seen(self):
         "The `Observations` of the open fit, kept there; None if nothing is to be reported, or something has been."
         return self.cb.fit.seen if self.cb.fit and self.cb.on_overflow != 'ignore' else None
-
-    def before_fit(self):
-        if len(self.cb.parts) < 2: self.n_fixes = 0             # not at the event of a validation inside a fit
 
     def after_open(self):
         "Begin the observations of a fit."
@@ -175,9 +169,8 @@ class FailureWatcher(Watcher):
             diagnosis = diagnose(learn, alarm, seen.divergence(learn))
         if not diagnosis: return                                 # the loss scale explains it
         cb.fit.seen = None                                       # first: a fix may close the fit
-        may_fix = cb.on_overflow == 'fix' and self.n_fixes < _MOST_FIXES
-        if may_fix and apply_fix(cb, alarm, diagnosis): self.n_fixes += 1
-        else: self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
+        if cb.on_overflow == 'fix' and apply_fix(cb, alarm, diagnosis): return
+        self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
 
     def _warn_or_raise(self, message):
         if self.cb.on_overflow == 'raise': raise FloatingPointError(message)

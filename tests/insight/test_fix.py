@@ -244,17 +244,15 @@ class Layers(nn.Module):
         return self.out(x)
 
 
-def test_at_most_three_in_a_fit_then_it_warns():
-    "Validations inside of it do not count as another."
+def test_each_layer_that_fails_in_a_fit_is_kept_in_fp32():
+    "Also after a validation inside of it, from which fastai counts batches again."
     learn = learner(Layers(), loaders(72)).to_fp16(on_overflow='fix', init_scale=16.0)
     on = lambda l: (l.validate(), l.model.train(), setattr(l, 'training', True))
     validation = At('after_batch', lambda l: l.train_iter == 11 and on(l), 70)
     warned = told(lambda: learn.fit(1, 0.001, cbs=validation), 'failed')
-    assert [f.step for f in learn.mixed_precision.fixes] == [4, 7, 10] and len(warned) == 1
+    assert [f.step for f in learn.mixed_precision.fixes] == [4, 7, 10, 2] and not warned
     learn.fit(1, 0.001)
-    assert [f.step for f in learn.mixed_precision.fixes][3:] == [1] and sum(learn.mixed_precision.skips) == (
-        3 + 1
-    ) * LATE + 6
+    assert len(learn.mixed_precision.fixes) == 4 and sum(learn.mixed_precision.skips) == 4 * LATE
 
 
 def test_what_has_no_remedy_is_warned_of():
