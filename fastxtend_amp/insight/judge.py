@@ -164,10 +164,10 @@ class Judge:
         return [n for n in names if n in self.modules and n != ROOT and not covers(kept, n)]
 
     def _can_be_tried(self, run):
-        "Return the modules that compute something and could be kept in fp32 as well, from last to first."
+        "Return the modules that compute something and could be kept in fp32 as well: the innermost first."
         around = {n.rpartition('.')[0] for n in run.modules}     # parents of others, which may compute nothing
-        computing = [n for n, m in run.modules.items() if m.largest or n not in around]
-        return self._can_be_kept(reversed(computing), run)
+        computing = [n for n, m in reversed(run.modules.items()) if m.largest or n not in around]
+        return self._can_be_kept(sorted(computing, key=lambda name: -name.count('.')), run)
 
     def _found_by_trial(self, run, name, only_gradients):
         """Return modules that help in fp32 if the flagged one cannot be kept there, or if none is flagged.

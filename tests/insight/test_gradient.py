@@ -44,6 +44,17 @@ def far_from_0(offset=1000.0):
     return model
 
 
+class Scales(nn.Module):
+    "Arithmetic of its own around a model."
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x) * 2
+
+
 def by_hand(model, dls, dtype, n=6):
     "The ratio, from all gradients at once and in fp64."
     grads = []
@@ -98,14 +109,15 @@ def test_batches_that_a_callback_cancels_do_not_count(first):
     assert found.n == 3 and found.ratio < 1
 
 
-def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried():
-    report = learner(far_from_0()).precision_report('bf16')
+@pytest.mark.parametrize('make, name', [(far_from_0, '0'), (lambda: nn.Sequential(Scales(far_from_0())), '0.net.0')])
+def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_that_helps_is_tried(make, name):
+    report = learner(make()).precision_report('bf16')
     verdict = report.verdicts['bf16']
-    assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.flagged == ['0'] == report.fp32_modules
-    assert verdict.call == "learn.to_bf16(fp32_modules=['0'])"
-    words = r"the mean gradient by .* standard errors \(0.5 or more may matter\); with '0' in fp32, it is below 0.25"
+    assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.flagged == [name] == report.fp32_modules
+    assert verdict.call == f"learn.to_bf16(fp32_modules=['{name}'])"
+    words = rf"the mean gradient by .* standard errors \(0.5 or more may matter\); with '{name}' in fp32, it is below 0.25"
     assert re.search(words, verdict.reason) and report.table['error'].max() < 0.01  # no module shows it
-    learn = learner(far_from_0())
+    learn = learner(make())
     exec(verdict.call, {'learn': learn})
     kept = learn.precision_report('bf16').verdicts['bf16']
     assert kept.verdict == 'safe so far' and kept.call == verdict.call
