@@ -1,7 +1,7 @@
 "`Learner.compare_precision` and `to_amp(measure=True)`: copies train side by side in each precision."
 import math, random, time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -155,10 +155,9 @@ class Plan:
         seeds = list[Trial]()
         with random_state_kept(), progress_bar(self.learn, self.max_seconds) as tick, ExitStack() as copies:
             batches = self._batches(tick)
-            trials = {name: Trial(self.learn, choice, batches) for name, choice in choices.items()}
+            arguments = batches, self.n_steps, self.lr, copies
+            trials = {name: Trial(self.learn, choice, *arguments) for name, choice in choices.items()}
             rounds = Rounds(trials, self.n_steps, self.n_seeds, self.end, tick)
-            for trial in rounds.staying:
-                with random_state_kept(), trial.error_recorded(): trial.begin(copies, self.n_steps, self.lr)
             rounds.train()
             for trial in rounds.staying: trial.measure_end()
             copies.close()
@@ -183,11 +182,10 @@ class Plan:
     def _with_seed(self, seed, rounds):
         "Train in fp32 with another seed and another order of the batches, except for the last ones."
         set_seed(seed)
-        trial = Trial(self.learn, rounds.base.choice, rounds.base.batches)
         n_first = rounds.n_compared - last_fifth(rounds.n_compared)
-        first = random.Random(seed).sample(range(n_first), n_first)
         with ExitStack() as copies:
-            trial.begin(copies, self.n_steps, self.lr)
+            trial = replace(rounds.base, copies=copies)
+            first = random.sample(range(n_first), n_first)
             trial.train([*first, *range(n_first, rounds.n_compared)])
         return trial
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math, time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,20 +26,24 @@ from .speed import Speed
 from .values import is_plain
 
 
+@dataclass(eq=False)
 class Trial:
     "One training and its measurements. Missing measurements are nan."
+    learn: Learner # Only its copy is trained
+    choice: Choice # What it trains in
+    batches: list # Again from the first one when they are over
+    n_steps: int # Batches in the epoch that callbacks see
+    lr: float | slice | None # The learner's own if None
+    copies: ExitStack # Frees the copy
+
     status = '' # 'failed' or 'dropped' once it has left the rounds
     reason = '' # Why it has left them
-    copy: Any = None # Of the learner, while it is in the rounds
     skipped = scale = peak = moved = math.nan # Steps; loss scale; bytes; distance of the weights per step
 
-    def __init__(self,
-        learn: Learner, # Only its copy is trained
-        choice: Choice, # What it trains in
-        batches: list, # Again from the first one when they are over
-    ):
-        self.learn, self.choice, self.name, self.device = learn, choice, choice.name, training_device(learn)
-        self.batches = batches
+    def __post_init__(self):
+        self.name, self.device = self.choice.name, training_device(self.learn)
+        self.copy: Any = None                                    # of the learner, while it is in the rounds
+        self.random_state = random_state()                       # of the copy, between its rounds
         self.losses = list[float]()                              # of each step
         self.times = list[float]()                               # seconds per step, of each round after a warm-up
 
@@ -58,19 +63,12 @@ class Trial:
 
     # -- training
 
-    def begin(self,
-        copies: ExitStack, # Frees the copy
-        n_steps: int, # Batches in the epoch that callbacks see
-        lr: float | slice | None = None, # The learner's own if None
-    ) -> None:
-        "Copy the learner in its precision, and begin a fit of the copy."
-        self.copy = copies.enter_context(copied_learner(self.learn, self.choice, optimizer=True))
-        begin_fit(self.copy, n_steps, lr)
-        self.random_state = random_state()                       # of the copy, between its rounds
-
     def train(self, steps: Iterable[int]) -> None:
-        "Train a round on the batches of these steps, and time it. The first round is a warm-up."
+        "Train a round on the batches of these steps, and time it. The first one begins a fit of a copy, and warms up."
         set_random_state(self.random_state)
+        if self.copy is None:
+            self.copy = self.copies.enter_context(copied_learner(self.learn, self.choice, optimizer=True))
+            begin_fit(self.copy, self.n_steps, self.lr)
         cb = precision_callback(self.copy)
         # It closes what the precision opened, as the settings of TF32 hold for every model.
         run_outermost(self.copy, cb, 'train', partial(self._train_and_time, steps, cb))
@@ -80,15 +78,14 @@ class Trial:
         if cb: cb.ready_fit()                                    # which a fit does once, not in each round
         wait_for(self.device)
         before, start = allocated(self.device), time.perf_counter()
-        losses = [self._step(i, step) for i, step in enumerate(steps, len(self.losses))]
+        losses = []
+        for i, step in enumerate(steps, len(self.losses)):
+            run_batch(self.copy, i, self.batches[step % len(self.batches)])
+            losses.append(self.copy.loss.detach())               # 0 if the first batch has ended before its loss
         wait_for(self.device)
         if self.losses: self.times.append((time.perf_counter() - start) / len(losses))
         self.peak = allocated(self.device, peak=True) - before
         self.losses += map(float, losses)
-
-    def _step(self, i, step):
-        run_batch(self.copy, i, self.batches[step % len(self.batches)])
-        return self.copy.loss.detach()                           # 0 if the first batch has ended before its loss
 
     def measure_end(self) -> None:
         "Measure what only the end of a training shows: skipped steps, and the distance of the weights."

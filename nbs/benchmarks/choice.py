@@ -97,7 +97,7 @@ class _Drawn(Trial):
     def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
         self.name, self.seconds, self.rounds = name, seconds, rounds
         self.choice = Choice(Precision(), layers=tuple(name.split(', ')[1:]))
-        self.losses, self.times = [], []
+        self.copy, self.losses, self.times = None, [], []
     def train(self, steps: Sequence[int]) -> None:
         seconds = self.seconds()
         self.rounds.end -= seconds * len(steps)                  # instead of a clock that goes on
