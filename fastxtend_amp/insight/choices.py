@@ -7,7 +7,6 @@ from typing import Any
 
 from fastai.learner import Learner
 from fastcore.foundation import L
-from torch import nn
 
 from ..learners import training_device
 from ..precisions import PRECISIONS, Precision
@@ -17,14 +16,15 @@ from ..training.callback import MixedPrecision
 from ..training.current import precision_callback, set_precision
 from ..training.methods import OPTIONS
 
+CHANNELS_LAST = 'channels last' # A change of the memory format; without it, the format stays as it is
+
 
 @dataclass(frozen=True)
 class Choice:
     "A choice of a precision, and possibly of the memory format. `str` is the call that makes it, `apply` makes it."
     precision: Precision
     options: dict[str, Any] = field(default_factory=dict) # Of the precision callback
-    channels_last: bool = False # Whether the format changes; otherwise it stays as it is
-    layers: tuple[str, ...] = () # What a variant keeps in fp32, in words: ('depthwise in fp32',)
+    changes: tuple[str, ...] = () # What makes it a variant of its precision: ('depthwise in fp32', 'channels last')
 
     @classmethod
     def for_learner(cls,
@@ -55,13 +55,8 @@ class Choice:
 
     def __str__(self): # learn.to_bf16(fp32_modules=is_depthwise).to_channelslast()
         text = f'learn.to_{self.precision.name}({as_code(self.precision.changed | self.options)})'
-        if not self.channels_last: return text
+        if CHANNELS_LAST not in self.changes: return text
         return f"{text}.to_channelslast({'use_amp=False' if type(self.precision) is Precision else ''})"
-
-    @property
-    def changes(self) -> tuple[str, ...]:
-        "The changes that make it a variant of its precision, in words."
-        return (*self.layers, 'channels last') if self.channels_last else self.layers
 
     @property
     def name(self) -> str: # 'bf16, depthwise in fp32, channels last'
@@ -76,7 +71,7 @@ class Choice:
         if not self.precision.dtype: learn.to_fp32()             # 16-bit weights as well
         if type(self.precision) is not Precision:
             set_precision(learn, MixedPrecision(self.precision, **self.options | options))
-        if self.channels_last: learn.to_channelslast(use_amp=False)
+        if CHANNELS_LAST in self.changes: learn.to_channelslast(use_amp=False)
 
 
 def own_precision(learn: Learner) -> Precision:
@@ -108,10 +103,11 @@ def to_compare(
     native = [choice for choice in plain if choice.precision.support(device).status == 'native']
     low = next((choice for choice in native if choice.precision.dtype), None)
     with_layers = [*_with_layers(low, model)] if low else []
-    has_2d = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
-    formats = native + with_layers if has_2d and not _is_channels_last(learn) else []
-    variants = with_layers + [replace(choice, channels_last=True) for choice in formats]
-    return {choice.name: choice for choice in plain + variants}
+    kernels = [p for p in model.parameters() if p.dim() == 4]    # of 2-d convolutions
+    is_channels_last = hasattr(learn, 'channels_last') or not all(p.is_contiguous() for p in kernels)
+    formats = native + with_layers if kernels and not is_channels_last else []
+    in_formats = [replace(choice, changes=(*choice.changes, CHANNELS_LAST)) for choice in formats]
+    return {choice.name: choice for choice in plain + with_layers + in_formats}
 
 
 def _with_layers(choice, model):
@@ -122,9 +118,4 @@ def _with_layers(choice, model):
         if not any(map(of_type, {*model.modules()} - in_fp32)): continue
         keep = [*L(p.fp32_modules), of_type] if p.fp32_modules else of_type
         words = f"{of_type.__name__.removeprefix('is_')} in fp32"
-        yield replace(choice, precision=p.like(fp32_modules=keep), layers=(words,))
-
-
-def _is_channels_last(learn):
-    weights = (p for p in learn.model.parameters() if p.dim() == 4)
-    return hasattr(learn, 'channels_last') or not all(p.is_contiguous() for p in weights)
+        yield replace(choice, precision=p.like(fp32_modules=keep), changes=(words,))

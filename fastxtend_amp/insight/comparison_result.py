@@ -6,7 +6,7 @@ import pandas as pd
 from fastai.learner import Learner
 
 from ..messages import check_argument
-from .choices import Choice
+from .choices import CHANNELS_LAST, Choice
 from .display import Shown
 from .speed import COLUMNS, Speed
 
@@ -70,7 +70,7 @@ class PrecisionComparison(Shown):
         seeds = {'_' * i + 'fp32, other seeds': losses for i, losses in enumerate(self.seed_losses)}
         values = pd.DataFrame.from_dict(seeds | self.losses, orient='index', dtype=float).T
         smooth = values.ewm(alpha=.2).mean().where(np.isfinite(values))      # nan where a loss is not finite
-        lines = ['--' if choice.channels_last else '-' for choice in self.choices.values()]
+        lines = ['--' if CHANNELS_LAST in choice.changes else '-' for choice in self.choices.values()]
         smooth.plot(ax=curves, color=['#b4bdcc'] * len(seeds) + colors, style=['-'] * len(seeds) + lines,
                     xlabel='step', ylabel='loss', title='Training loss (smoothed)')
         curves.get_lines()[len(seeds)].set_linewidth(4)          # fp32, seen under the others

@@ -96,7 +96,7 @@ class _Drawn(Trial):
     "A training whose times are drawn."
     def __init__(self, name: str, seconds: Callable[[], float], rounds: Rounds):
         self.name, self.seconds, self.rounds = name, seconds, rounds
-        self.choice = Choice(Precision(), layers=tuple(name.split(', ')[1:]))
+        self.choice = Choice(Precision(), changes=tuple(name.split(', ')[1:]))
         self.copy, self.losses, self.times = None, [], []
     def train(self, steps: Sequence[int]) -> None:
         seconds = self.seconds()

@@ -16,6 +16,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from fastxtend_amp import fused
+from fastxtend_amp.insight.choices import CHANNELS_LAST
 
 LR, LOSS = 1e-4, CrossEntropyLossFlat()
 TUNE_SECONDS, TUNE_BATCHES = 60., 8         # for `fastxtend_amp, tuned`, before it is timed
@@ -61,7 +62,7 @@ def _tuned(learn: Learner, mode: str) -> None:
     _ours(learn, mode)
     found = learn.compare_precision(mode, n_seeds=0, max_seconds=TUNE_SECONDS)
     rows = [name for name, choice in found.choices.items()
-            if choice.precision.name == mode and not choice.channels_last]
+            if choice.precision.name == mode and CHANNELS_LAST not in choice.changes]
     found.apply(learn, max(rows, key=lambda name: found.table['speed-up'][name]))
     batches.n = timed
 
