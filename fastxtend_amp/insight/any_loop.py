@@ -11,7 +11,7 @@ from fastai.learner import Learner
 from torch import nn
 
 from ..learners import model_device
-from ..messages import check_argument, check_integer
+from ..messages import check_argument
 from ..precisions.as_code import as_code
 from ..precisions.matching import unwrapped
 from ..tensors import half_to_float, is_half, map_tensors
@@ -46,10 +46,8 @@ def precision_report(
     """
     check_argument('model', model, lambda m: isinstance(m, nn.Module),
                    'a torch.nn.Module. With a Learner, call `learn.precision_report()`')
-    check_argument('batches', batches, lambda b: isinstance(b, Iterable), 'an iterable, such as a DataLoader or a list')
     check_argument('loss_func', loss_func, lambda f: f is None or (callable(f) and not isinstance(f, type)),
                    'a function, or an object such as `nn.MSELoss()`')
-    check_integer(1, n_batches=n_batches)
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]
     if not drawn: raise ValueError(f'batches={batches!r} gave no batch. An iterator can be used only once.')
     by_name = loss_func is None
@@ -66,15 +64,14 @@ def precision_report(
     if any(p.requires_grad and is_half(p) for p in model.parameters()):
         report.notes.append('Trainable 16-bit weights were treated as fp32: call `model.float()` before training.')
     for name, verdict in report.verdicts.items():
-        following = _Arguments(verdict.next.precision) if isinstance(verdict.next, Choice) else ''
-        report.verdicts[name] = replace(verdict, next=following)
+        report.verdicts[name] = replace(verdict, next=_arguments(verdict.next))
     return report
 
 
-class _Arguments(Choice):
-    "A choice, shown as the precision and its arguments: a loop has no learner to call."
-    def __str__(self): # 'fp16, init_scale=1024'
-        return ', '.join(filter(None, [self.precision.name, as_code(self.precision.changed)]))
+def _arguments(following): # 'fp16, init_scale=1024': a loop has no learner to call
+    if not isinstance(following, Choice): return ''
+    precision = following.precision
+    return f'{precision.name}, {as_code(precision.changed)}'.removesuffix(', ')
 
 
 def _checked(batch, i, by_name): # The i-th batch as a learner has it: inputs and a target
