@@ -45,7 +45,6 @@ def begin_fit(
     lr: float | slice | None = None, # The learner's own if None
 ) -> None:
     "Begin a fit of one epoch as `Learner.fit` does, up to its first batch."
-    if not copy.opt: copy.create_opt()
     if copy.wd is not None: copy.opt.set_hypers(wd=copy.wd)
     copy.opt.set_hypers(lr=copy.lr if lr is None else lr)
     copy.n_epoch, copy.epoch, copy.n_iter, copy.dl = 1, 0, n_iter, copy.dls.train
@@ -83,7 +82,6 @@ def running_copy(
         modules = dict(qualified_names(copy.model))
         for name, forward in precision.simulated_forwards(copy.model).items():
             vars(modules[name])['forward'] = partial(forward, modules[name])
-        copy.create_opt()                                        # callbacks may read it
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
         if in_batch:                                             # callbacks have already prepared the batch
             for cb in copy.cbs:

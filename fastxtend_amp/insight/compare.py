@@ -78,9 +78,7 @@ def compare_precision(self: Learner,
     """
     plan = Plan(self, 'compare_precision', max_seconds, n_steps, n_seeds, lr)
     classes = native_precisions(self) if precisions is None else L(precisions).map(find_precision)
-    result = plan.compare(to_compare(self, [Choice.for_learner(self, cls) for cls in classes]))
-    if precisions is None and not classes: result.notes[:0] = [_NOTHING_NATIVE]
-    return result
+    return plan.compare(to_compare(self, [Choice.for_learner(self, cls) for cls in classes]))
 
 
 def measure_and_choose(
@@ -102,7 +100,7 @@ def measure_and_choose(
     classes = native_precisions(learn)
     low = [cls.name for cls in classes if cls.dtype]
     verdicts = learn.precision_report(low, max_seconds=_FOR_REPORT * max_seconds).verdicts if low else {}
-    choices, notes = [], [] if classes else [_NOTHING_NATIVE]
+    choices, notes = [], []
     for cls in classes:
         v = verdicts.get(cls.name)
         if v is None: choices.append(Choice.for_learner(learn, cls))
@@ -201,6 +199,7 @@ class Plan:
         if len(trials) > 1:
             notes[:0] = [f'Losses: mean of the last fifth of {n:,} steps. fp32 was repeated with {len(seeds)} of '
                          f'{self.n_seeds} other seeds.']
+        elif not native_precisions(self.learn): notes[:0] = [_NOTHING_NATIVE]
         if is_compiled(self.learn.model): notes.append('The compiled model was compared uncompiled.')
         if settings := settings_note(): notes.append(f'{settings}. fp32 was measured with this setting.')
         losses = {name: trial.losses[:n] for name, trial in trials.items()}

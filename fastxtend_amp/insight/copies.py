@@ -29,7 +29,7 @@ from .random_states import random_state_kept
 def copied_learner(
     learn: Learner, # Nothing in it changes
     choice: Choice, # What the copy trains in
-    optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has none
+    optimizer: bool = False, # Whether to copy the optimizer with its state; otherwise the copy has a new one
 ) -> Iterator[Learner]: # A learner of the same class; its `path` is a folder that is removed at the end
     """Context manager: a copy of `learn`, to train or examine and throw away.
 
@@ -55,6 +55,7 @@ def copied_learner(
             learn.model.zero_grad()
             # A user's own GradScaler is copied; a diagnosis would run copies of the copy.
             deepcopy(choice).apply(new, on_overflow='ignore')
+            if not new.opt: new.create_opt()                     # callbacks may read it
             yield new
         except Exception as e:
             for note in note_of_left_out(learn):
@@ -90,7 +91,7 @@ def _copy(learn, optimizer):
     add('model', unwrapped(learn.model))                         # first: others share it
     memo[id(learn.model)] = new.model                            # instead of what wraps it
     parts = {cb.name: cb for cb in cbs}                          # by themselves, as an error names the part
-    parts |= {name: o for name, o in vars(learn).items() if name != 'model' and not isinstance(o, Callback)}
+    parts |= {name: o for name, o in vars(learn).items() if not isinstance(o, Callback)}
     parts |= {'cbs': cbs, 'opt': learn.opt if optimizer else None, **_SILENT}
     if 'recorder' in vars(learn):                                # other callbacks read what it has recorded
         parts['recorder'] = SimpleNamespace(**vars(learn.recorder))
