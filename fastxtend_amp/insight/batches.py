@@ -58,12 +58,6 @@ def run_batch(copy: Learner, i: int, batch: Any) -> None:
     with suppress(*_ENDS): copy.one_batch(i, batch)
 
 
-def run_batch_again(copy: Learner, i: int, batch: Any) -> None:
-    "Run a clone of the batch that the learner is in the middle of."
-    copy.xb, copy.yb = map_tensors(torch.clone, batch)           # which the model may write into
-    copy._with_events(copy._do_one_batch, 'batch', CancelBatchException)
-
-
 # -- a copy for runs without steps
 
 @contextmanager
@@ -83,7 +77,9 @@ def running_copy(
         for name, forward in precision.simulated_forwards(copy.model).items():
             vars(modules[name])['forward'] = partial(forward, modules[name])
         copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
-        if in_batch:                                             # callbacks have already prepared the batch
+        if in_batch:                                             # it is split, and callbacks have prepared it
+            def split(batch): copy.iter, (copy.xb, copy.yb) = learn.iter, batch
+            copy._split = split
             for cb in copy.cbs:
                 if not isinstance(cb, MixedPrecision): cb.before_batch = noop
         else:

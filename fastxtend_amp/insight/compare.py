@@ -195,7 +195,7 @@ class Plan:
         changes = {name: (choice.precision.scales_loss, len(choice.changes)) for name, choice in choices.items()}
         seconds = None if rounds.is_short else self.max_seconds - min(0, rounds.left)
         recommended, reason = recommend(table, tolerated, changes, seconds)
-        notes = [*note_of_left_out(self.learn)]
+        notes = note_of_left_out(self.learn)
         if len(trials) > 1:
             notes[:0] = [f'Losses: mean of the last fifth of {n:,} steps. fp32 was repeated with {len(seeds)} of '
                          f'{self.n_seeds} other seeds.']

@@ -30,7 +30,7 @@ def some(words: Iterable[str], between: str = ', ') -> str:
 
 
 def _wrapped(line): # A browser wraps by itself
-    indent = line[:len(line) - len(line.lstrip())]
+    indent = ' ' * (len(line) - len(line.lstrip()))
     return fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

@@ -15,7 +15,7 @@ from .display import LOSS
 from .evidence import wrong_in_reference
 from .random_states import RandomState, set_random_state
 from .recording import Recording
-from .batches import BackwardOnly, run_batch, run_batch_again, running_copy
+from .batches import BackwardOnly, run_batch, running_copy
 from .values import has_finite_results, readable
 
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
@@ -52,13 +52,12 @@ class Sample:
         """
         precision, reference = recording.precision, recording.reference
         where, in_batch = '', self.start is not None
-        run_one = run_batch_again if in_batch else run_batch
         reader = BackwardOnly(recording.record_gradients, recording.record_loss)
         try:
             with running_copy(self.learn, precision, in_batch) as copy:
                 set_random_state(self.start or [])
                 for i, batch in enumerate(self.batches):
-                    with recording.of_batch(copy.model), copy.added_cbs(reader): run_one(copy, i, batch)
+                    with recording.of_batch(copy.model), copy.added_cbs(reader): run_batch(copy, i, batch)
                 if in_batch or reference.raised: return recording
                 where, recording.failed_in = ' (in validation)', ROOT
                 recording.validates = self._validates(copy, recording)
