@@ -9,7 +9,6 @@ from fastai.learner import Learner
 from fastai.torch_core import set_seed, to_device
 from fastcore.basics import patch
 from fastcore.foundation import L
-from torch.nn.parameter import is_lazy
 
 from ..compat import is_compiled
 from ..devices.fp32_settings import settings_note
@@ -143,9 +142,6 @@ class Plan:
         self.max_seconds = min(self.max_seconds, 1e9)            # `math.inf`: no limit
         self.end = time.monotonic() + self.max_seconds
         check_learner(self.learn, self.method)
-        if lazy := [name for name, p in self.learn.model.named_parameters() if is_lazy(p)]:
-            raise ValueError(f"{self.method} needs initialized weights, but '{lazy[0]}' has no shape before the first "
-                             'batch.\nRun one: `learn.model(learn.dls.one_batch()[0])`.')
 
     def compare(self, choices: dict[str, Choice]) -> PrecisionComparison: # By row, fp32 first
         "Train in all of them, in fp32 with other seeds as well, and return what that shows."
