@@ -34,7 +34,7 @@ class Rounds:
             # Back and forth, so that none always follows the same one.
             for trial in trials[::-1] if len(base.times) % 2 else trials:
                 self.tick(trial.name)
-                with trial.error_recorded(): trial.train(range(done, done + size))
+                trial.train(range(done, done + size))
             self.drop_slow()
             if len(base.times) == 1:
                 size = max(1, min((self.n_steps - 2) // _FEWEST, round(_LONGEST / base.pace)))

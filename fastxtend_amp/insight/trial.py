@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import math, time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,14 +64,22 @@ class Trial:
     # -- training
 
     def train(self, steps: Iterable[int]) -> None:
-        "Train a round on the batches of these steps, and time it. The first one begins a fit of a copy, and warms up."
+        """Train a round on the batches of these steps, and time it. The first one begins a fit of a copy, and warms up.
+
+        The error of a low precision is a result, with which it leaves the rounds. An error in fp32, or when memory runs
+        out, is raised.
+        """
         set_random_state(self.random_state)
-        if self.copy is None:
-            self.copy = self.copies.enter_context(copied_learner(self.learn, self.choice, optimizer=True))
-            begin_fit(self.copy, self.n_steps, self.lr)
-        cb = precision_callback(self.copy)
-        # It closes what the precision opened, as the settings of TF32 hold for every model.
-        run_outermost(self.copy, cb, 'train', partial(self._train_and_time, steps, cb))
+        try:
+            if self.copy is None:
+                self.copy = self.copies.enter_context(copied_learner(self.learn, self.choice, optimizer=True))
+                begin_fit(self.copy, self.n_steps, self.lr)
+            cb = precision_callback(self.copy)
+            # It closes what the precision opened, as the settings of TF32 hold for every model.
+            run_outermost(self.copy, cb, 'train', partial(self._train_and_time, steps, cb))
+        except Exception as e:
+            if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
+            self._leave('failed', f'{type(e).__name__}: {first_line(e)}')
         self.random_state = random_state()
 
     def _train_and_time(self, steps, cb):
@@ -96,14 +104,6 @@ class Trial:
         self.moved = math.hypot(*distances) / len(self.losses)
 
     # -- leaving the rounds
-
-    @contextmanager
-    def error_recorded(self) -> Iterator[None]:
-        "Record the error of a low precision, which is a result; raise an error in fp32, and when memory runs out."
-        try: yield
-        except Exception as e:
-            if self.name == 'fp32' or isinstance(e, torch.OutOfMemoryError): raise
-            self._leave('failed', f'{type(e).__name__}: {first_line(e)}')
 
     def drop(self,
         rival: Trial, # Which was faster in the same rounds; in later ones all may be slower
