@@ -189,7 +189,7 @@ class Plan:
         table = pd.DataFrame(rows, index=[*trials])
         tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in seeds])
         changes = {name: (choice.precision.scales_loss, len(choice.changes)) for name, choice in choices.items()}
-        seconds = None if rounds.is_short else self.max_seconds - min(0, rounds.left)
+        seconds = self.max_seconds - min(0, rounds.left)
         recommended, reason = recommend(table, tolerated, changes, seconds)
         notes = note_of_left_out(self.learn)
         if len(trials) > 1:

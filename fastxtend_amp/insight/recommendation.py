@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from .display import some
-from .speed import COLUMNS, FEWEST_ROUNDS, WORTH, Speed
+from .speed import COLUMNS, WORTH, Speed
 
 # One-sided 95% prediction interval for one more training, by the number n of trainings: t * sqrt(1 + 1 / n).
 _INTERVAL = {2: 7.7, 3: 3.4}     # 2.6 for four or more
@@ -50,7 +50,7 @@ def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
     changes: Mapping[str, tuple[bool, int]], # By row: whether it scales the loss, and how many `Choice.changes`
-    seconds: float | None = 60., # Time that was spent; None if `n_steps` is too small for any interval
+    seconds: float = 60., # Time that was spent
 ) -> tuple[str, str]: # The row, and why
     """Return the fastest row that pays and whose loss matches fp32.
 
@@ -98,6 +98,5 @@ def _slowness(speed, best, fastest, seconds):
     "Return why another row is the best one, to follow the name of this one; '' if it pays, but less."
     if speed.pays: return f': speed-up {speed}, within 5% of {best}' if speed.mid > fastest else ''
     if speed.high <= fastest * WORTH: return f': speed-up {speed}, not 5% faster than {best}'
-    advice = f'n_steps={10 * FEWEST_ROUNDS}'
-    if seconds: advice = f'max_seconds={60 * math.ceil(4 * seconds / 60)}'       # it halves the interval
-    return f': speed-up {speed}, not certain yet. Use `{advice}` to decide'
+    more = 60 * math.ceil(4 * seconds / 60)                      # it halves the interval
+    return f': speed-up {speed}, not certain yet. Use `max_seconds={more}` to decide'

@@ -88,18 +88,13 @@ class Rounds:
         return self.end - time.monotonic()
 
     @property
-    def is_short(self) -> bool:
-        "True if `n_steps` gives no interval, so that nothing is certain."
-        return self.n_steps <= FEWEST_ROUNDS
-
-    @property
     def n_compared(self) -> int:
         "The number of steps whose losses are compared."
         return min(self.n_steps, len(self.base.losses))
 
     def is_due(self) -> bool:
         "Return whether all need another round."
-        return len(self.base.losses) < self.n_steps or bool(self.undecided and not self.is_short)
+        return len(self.base.losses) < self.n_steps or bool(self.undecided)
 
     def _has_time(self, size):
         """Return whether there is time for `size` more steps. True before a step is timed.

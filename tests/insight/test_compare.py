@@ -238,7 +238,7 @@ TIMED = {  # speed-ups; arguments of `Costs`; arguments of the comparison; the m
         dict(step=2.0, noise=0.3),
         dict(precisions='bf16', n_steps=50, max_seconds=60),
     ),
-    'no interval': (dict(bf16=2.0), {}, dict(n_steps=6)),
+    'few steps': (dict(bf16=2.0), {}, dict(n_steps=2)),
     'no limit': (dict(bf16=2.0), {}, dict(max_seconds=math.inf)),
     'ResNet-18': (*measured(1.72, 1.11, 2.01), {}, convs()),
     'MobileNet': (*measured(*MOBILENET), {}, convs(6)),
