@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from ..learners import model_device
 from ..messages import check_argument
 from ..precisions.as_code import as_code
-from ..precisions.matching import unwrapped
+from ..precisions.matching import qualified_names, unwrapped
 from ..tensors import half_to_float, is_half, map_tensors
 from .choices import Choice
 from .gradient import N_BATCHES
@@ -27,7 +28,7 @@ _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a ta
 
 
 def precision_report(
-    model: nn.Module, # Runs where it is; trainable 16-bit weights and inputs count as fp32
+    model: nn.Module, # Trains, except modules in it that are in eval mode; 16-bit weights and inputs count as fp32
     batches: Iterable = (), # Tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the output and the target; None for dicts
     *,
@@ -54,11 +55,12 @@ def precision_report(
     drawn = map_tensors(half_to_float, [_checked(batch, i, by_name) for i, batch in enumerate(drawn)])
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
-    def inputs(module, args, kwargs): return (), args[0]         # `model(**batch)`; a copy has it as well
+    def inputs(module, args, kwargs): # `model(**batch)`; a copy has it as well, for calls of the learner's
+        return ((), args[0]) if len(args) == 1 and isinstance(args[0], dict) and not kwargs else None
     with ExitStack() as stack:
         if by_name:                                              # first, as hooks of the model read its arguments
             stack.enter_context(unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True))
-        learn = Learner(dls, model, _loss if by_name else loss_func)
+        learn = Learner(dls, model, _loss if by_name else loss_func, cbs=_Modes(model))
         report = learn.precision_report(dl=drawn, n_batches=n_batches, precisions=precisions, max_seconds=max_seconds,
                                         device=device)
     if any(p.requires_grad and is_half(p) for p in model.parameters()):
@@ -66,6 +68,17 @@ def precision_report(
     for name, verdict in report.verdicts.items():
         report.verdicts[name] = replace(verdict, next=_arguments(verdict.next))
     return report
+
+
+class _Modes(Callback):
+    "Keeps modules in eval mode, such as a frozen BatchNorm, as loops do; a model that is in it as a whole trains."
+    order, run_on_copy = -9, True                                # after fastai's TrainEvalCallback
+
+    def __init__(self, model: nn.Module):
+        self.modes = [m.training for _, m in qualified_names(model)] if model.training else []
+
+    def before_train(self):
+        for (_, m), mode in zip(qualified_names(self.learn.model), self.modes): m.training = mode
 
 
 def _arguments(following): # 'fp16, init_scale=1024': a loop has no learner to call

@@ -110,7 +110,7 @@ def measure_and_choose(
     result.apply(learn)
     vars(learn)['precision_decision'] = result                   # which `export` leaves out
     print(f'Selected: {result.recommended}.', result.reason, *result.notes,
-          f'Next time, call `{result.calls[result.recommended]}` instead of measuring.')
+          f'To select it again, call `{result.calls[result.recommended]}`.')
 
 
 @patch(as_prop=True)

@@ -53,6 +53,27 @@ def test_a_model_that_returns_its_loss_has_the_loss_scales_that_it_has_with_a_lo
     assert verdicts[0]['fp16'].scale_range == verdicts[1]['fp16'].scale_range is not None
 
 
+class FrozenNorm(nn.Module):
+    "Called with a dict, and by itself with a tensor. In training mode its BatchNorm would normalize the batch."
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.lin, self.norm = nn.Linear(6, 1), nn.BatchNorm1d(1)
+        self.norm.running_var.fill_(1e-14)
+        self.norm.eval().eps = 1e-14
+
+    def forward(self, x, labels=None):
+        return {'loss': F.l1_loss(self(x), labels)} if labels is not None else self.norm(self.lin(x))
+
+
+def test_modules_in_eval_mode_stay_in_it_unless_the_whole_model_is():
+    for model, bs, modules in (FrozenNorm(), 1, ['norm']), (FrozenNorm().eval(), 4, []):
+        batches = [{'x': x, 'labels': y} for x, y in loaders(bs=bs).train]
+        verdict = precision_report(model, batches, precisions='fp16').verdicts['fp16']
+        assert verdict.modules == modules and verdict.scale_range, verdict
+
+
 def test_hooks_of_the_model_get_its_arguments_by_name():
     model, names = ReturnsLoss(6, 1), set()
     model.register_forward_pre_hook(lambda module, args, kwargs: names.add((len(args), *kwargs)), with_kwargs=True)
