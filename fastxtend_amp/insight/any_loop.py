@@ -28,7 +28,7 @@ _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a ta
 
 
 def precision_report(
-    model: nn.Module, # Trains, except modules in it that are in eval mode; 16-bit weights and inputs count as fp32
+    model: nn.Module, # Trains; modules in eval mode stay in it; trainable 16-bit weights and inputs count as fp32
     batches: Iterable = (), # Tuples of inputs and a target, or dicts of the model's arguments
     loss_func: Callable | None = None, # Called with the output and the target; None for dicts
     *,

@@ -21,7 +21,7 @@ from .copied_callbacks import note_of_left_out
 from .display import progress_bar
 from .random_states import random_state_kept
 from .recommendation import last_fifth, recommend, tolerance
-from .requirements import check_learner, no_batch
+from .requirements import check_learner, no_batch, note_of_frozen
 from .rounds import Rounds
 from .batches import loader_like
 from .speed import COLUMNS, Speed
@@ -191,7 +191,7 @@ class Plan:
         changes = {name: (choice.precision.scales_loss, len(choice.changes)) for name, choice in choices.items()}
         seconds = self.max_seconds - min(0, rounds.left)
         recommended, reason = recommend(table, tolerated, changes, seconds)
-        notes = note_of_left_out(self.learn)
+        notes = note_of_frozen(self.learn) + note_of_left_out(self.learn)
         if len(trials) > 1:
             notes[:0] = [f'Losses: mean of the last fifth of {n:,} steps. fp32 was repeated with {len(seeds)} of '
                          f'{self.n_seeds} other seeds.']

@@ -8,6 +8,7 @@ from .display import named, some
 from .evidence import not_fp32
 from .judge import Judge
 from .report_result import Verdict
+from .requirements import note_of_frozen
 from .sample import Sample
 from .values import largest_value, n_items, readable, tensors
 
@@ -35,7 +36,7 @@ def notes(
                'not run; they may round differently or be missing.')
     if with_cuda_rules and 'bf16' in verdicts:
         yield 'A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, or use fp32.'
-    yield from note_of_left_out(learn)
+    yield from note_of_frozen(learn) + note_of_left_out(learn)
 
 
 def _inputs(sample, verdicts):

@@ -37,6 +37,13 @@ def check_learner(
     if dl is None and not getattr(learn.dls, 'loaders', True): raise no_batch(method)
 
 
+def note_of_frozen(learn: Learner) -> list[str]: # One sentence or none
+    "Say how many weights are frozen, whose gradients nobody looks at."
+    trains = [p.requires_grad for p in learn.model.parameters()]
+    return [f'{trains.count(False):,} of {len(trains):,} weight tensors are frozen. If they will be trained, as by '
+            '`fine_tune`, unfreeze them before this call.'] if not all(trains) else []
+
+
 def no_batch(method: str, dl: Any = None) -> ValueError:
     "Return the error of a method whose source has no batch."
     return ValueError(f"{method} needs at least one batch, but {'`learn.dls.train`' if dl is None else repr(dl)} has "

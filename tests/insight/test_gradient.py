@@ -115,7 +115,7 @@ def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_t
     verdict = report.verdicts['bf16']
     assert verdict.verdict == 'gradient differs' and verdict.modules == verdict.flagged == [name] == report.fp32_modules
     assert verdict.call == f"learn.to_bf16(fp32_modules=['{name}'])"
-    words = rf"the mean gradient by .* standard errors \(0.5 or more may matter\); with '{name}' in fp32, it is below 0.25"
+    words = rf"mean gradient by .* standard errors \(0.5 or more may matter\); with '{name}' in fp32, it is below 0.25"
     assert re.search(words, verdict.reason) and report.table['error'].max() < 0.01  # no module shows it
     learn = learner(make())
     exec(verdict.call, {'learn': learn})

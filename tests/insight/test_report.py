@@ -108,6 +108,14 @@ def test_a_note_on_inputs(name):
     assert bool(report.fp32_modules) == bool(note)
 
 
+@pytest.mark.parametrize('call', [lambda l: l.precision_report('bf16'), lambda l: l.compare_precision([], n_steps=1)])
+def test_a_note_on_frozen_weights(call):
+    learn = learner()
+    assert not any('frozen' in note for note in call(learn).notes)
+    learn.model[0].requires_grad_(False)
+    assert sum('2 of 6 weight tensors are frozen' in note for note in call(learn).notes) == 1
+
+
 def test_precisions_that_round_further_are_found_by_their_own_method(monkeypatch):
     "A report knows no precision by its name: one of 4 bits, made here, is reported on."
 
