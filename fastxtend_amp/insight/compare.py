@@ -26,7 +26,7 @@ from .rounds import Rounds
 from .batches import loader_like
 from .speed import COLUMNS, Speed
 from .trial import Trial
-from .values import tensors
+from .values import tensors_in
 
 N_STEPS, N_SEEDS = 50, 3        # defaults
 _FOR_REPORT = .3                # share of `max_seconds` for the report of `to_amp`
@@ -168,7 +168,7 @@ class Plan:
         for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             drawn.append(to_device(b, training_device(self.learn)))
             tick('batches')
-            size += sum(t.nbytes for t in tensors(b))
+            size += sum(t.nbytes for t in tensors_in(b))
             if len(drawn) == self.n_steps or size > _BYTES or time.monotonic() > until: break
         if not drawn: raise no_batch(self.method)                # of a dataset that can be iterated only once
         return drawn

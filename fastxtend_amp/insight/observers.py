@@ -13,7 +13,7 @@ from fastcore.basics import first
 
 from ..messages import users_line
 from ..tensors import FP16_NORMAL, HALF
-from .values import is_plain, largest_value, n_nan_or_inf, tensors
+from .values import is_plain, largest_value, n_nan_or_inf, tensors_in
 
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 # Operators that only copy values, which are noted where they were computed.
@@ -67,7 +67,7 @@ def work(running, op):
     count, flops = op.traits.flops, 0
     # PyTorch's formula for attention wants as many heads in the keys as in the queries (2.9).
     with suppress(AssertionError): flops = count(*op.args, **op.kwargs, out_val=op.out) if count else 0
-    running.record.work += flops + _WORK_PER_NUMBER * sum(t.numel() for t in tensors(op.out))
+    running.record.work += flops + _WORK_PER_NUMBER * sum(t.numel() for t in tensors_in(op.out))
 
 
 def size(running, op):
@@ -117,7 +117,7 @@ def whole_numbers(running, op):
     "Note whole numbers that become equal in 16 bits, and follow what is computed from them to the module's outputs."
     record = running.record
     if record.reference.merged: return                           # some do so in fp32 as well
-    cast = tensors(op.args) if op.name in _CASTS else []
+    cast = tensors_in(op.args) if op.name in _CASTS else []
     pairs = (_equal_in(op.out.dtype, t) for t in cast if is_plain(t))
     found = first(pairs, bool)
     record.merged = found or record.merged

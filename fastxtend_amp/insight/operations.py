@@ -14,7 +14,7 @@ from ..precisions import Precision
 from ..tensors import HALF, map_tensors
 from .observers import OBSERVERS, ModuleRecord
 from .twins import Followed, Twins
-from .values import all_finite, readable, relative_error, tensors
+from .values import all_finite, readable, relative_error, tensors_in
 
 _FP32_NOISE = 2.**-23   # relative rounding of fp32
 _COUNTS = 'nll_loss_forward', 'nll_loss2d_forward'      # their second result is the sum of the samples' weights
@@ -75,7 +75,7 @@ class RunningModule:
         if not self.precision.dtype or not rounds or op.traits.draws: return None
         # It fails for tensor subclasses without this operator, and for operators that exist only in 16 bits.
         with suppress(Exception), torch.no_grad():
-            device = tensors(op.args)[0].device
+            device = tensors_in(op.args)[0].device
             args, kwargs = map_tensors(fp32, (op.args, op.kwargs))
             if kwargs.get('dtype') in HALF: kwargs['dtype'] = torch.float32
             with torch.autocast(device.type, enabled=False): return op.func(*args, **kwargs)

@@ -10,7 +10,7 @@ from .judge import Judge
 from .report_result import Verdict
 from .requirements import note_of_frozen
 from .sample import Sample
-from .values import largest_value, n_items, readable, tensors
+from .values import largest_value, n_items, readable, tensors_in
 
 _LARGE_INPUT = 1e3     # larger ones are named if a module is flagged
 _DETERMINISTIC = 1e-3  # relative difference of two losses; that of most models on a GPU is smaller
@@ -40,7 +40,7 @@ def notes(
 
 
 def _inputs(sample, verdicts):
-    inputs = (t for batch in sample.batches for t in readable(tensors(batch)[:-1]))
+    inputs = (t for batch in sample.batches for t in readable(tensors_in(batch)[:-1]))
     largest = max(map(largest_value, inputs), default=0.)
     if largest > _LARGE_INPUT and any(v.flagged for v in verdicts.values()):
         yield f'The inputs reach {largest:,.3g}. Normalize them first.'

@@ -14,7 +14,7 @@ _MASK_GAP = 64          # least factor between a mask and all other values
 
 # -- tensors
 
-def tensors(
+def tensors_in(
     x: object, # Nested to any depth
 ) -> list[torch.Tensor]:
     "Return the tensors in `x`."
@@ -25,12 +25,12 @@ def n_items(
     batch: object,
 ) -> int: # 1 without a tensor that has a length
     "Return the number of items of a batch: the length of its first tensor."
-    return next((len(t) for t in tensors(batch) if t.ndim), 1)
+    return next((len(t) for t in tensors_in(batch) if t.ndim), 1)
 
 
 def readable(x: object) -> list[torch.Tensor]:
     "Return the tensors of floating point in `x` that can be read."
-    return [t for t in tensors(x) if t.is_floating_point() and is_plain(t)]
+    return [t for t in tensors_in(x) if t.is_floating_point() and is_plain(t)]
 
 
 def is_plain(t: torch.Tensor) -> bool:

@@ -1,13 +1,136 @@
-"Models with arithmetic between two layers, reports on them, and trainings."
+"Models and callbacks that several tests of insight need, reports on them, and trainings."
+
+import math, random, time
 
 import torch
+from fastai.callback.core import Callback
+from fastcore.foundation import L
 from torch import nn
 
+from fastxtend_amp.insight.choices import own_precision
 from fastxtend_amp.training.current import precision_callback
-from helpers import Data, dataset, learner, loaders
-from states import Act
+from helpers import At, Data, dataset, learner, linear, loaders
 
 KEEP, SAFE = 'keep modules in fp32', 'safe so far'
+
+
+# -- callbacks
+
+
+class InStep(At):
+    "Runs on copies of the learner as well."
+
+    run_on_copy = True
+
+
+class Costs(Callback):
+    "Each training step lasts so long on the test's clock, divided by the speed-up of its row, with noise."
+
+    run_on_copy = True
+    trained, draws = [], random.Random()  # of all copies
+
+    def __init__(self, speeds, step=0.1, noise=0.0):
+        self.speeds, self.step, self.noise = speeds, step, noise
+        self.trained.clear()
+        self.draws.seed(0)
+
+    def before_batch(self):
+        if self.training:
+            precision = own_precision(self.learn)
+            kinds = [f'{m.__name__[3:]} in fp32' for m in L(precision.fp32_modules) if callable(m)]
+            formats = ['channels last'] * hasattr(self.learn, 'channels_last')
+            self.trained.append(', '.join([precision.name, *kinds, *formats]))
+            noise = math.exp(self.noise * self.draws.gauss(0, 1))
+            time.sleep(self.step * noise / self.speeds.get(self.trained[-1], 1.0))
+
+
+# -- models and modules
+
+
+class Act(nn.Module):
+    "A function as a module."
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
+
+
+class Gives(nn.Module):
+    "Return a dictionary, as Hugging Face's models do; `Unpacks` extracts the prediction."
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return {'logits': self.net(x)}
+
+
+class Unpacks(Callback):
+    def after_pred(self):
+        self.learn.pred = self.pred['logits']
+
+
+class Times(torch.autograd.Function):
+    "Return the input; multiply its gradient by `factor` in the backward pass."
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor, None
+
+
+def fills(h):
+    return h.masked_fill(h < 0, -1e9).softmax(-1)  # above the largest fp16 number
+
+
+def loud_loss(p, y):
+    p = p.half() if torch.is_autocast_enabled('cpu') else p
+    return (p * 6e4 * 6e4).float().mul(1e-9).sub(y).square().mean()
+
+
+class LoRA(nn.Module):
+    "A frozen 16-bit layer beside a trainable low-rank layer in fp32."
+
+    def __init__(self, base, dtype):
+        super().__init__()
+        self.base = base.to(dtype).requires_grad_(False)
+        self.down, self.up = (nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False))
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def lora(dtype, f=nn.functional.gelu):
+    torch.manual_seed(0)
+    return nn.Sequential(LoRA(nn.Linear(6, 16), dtype), Act(f), LoRA(nn.Linear(16, 1), dtype))
+
+
+def convs(groups=1):
+    "Convolutions of six channels, the second one in groups."
+    pictures = Act(lambda x: x[..., None, None])
+    return nn.Sequential(
+        pictures, nn.Conv2d(6, 6, 2, padding=1), nn.Conv2d(6, 6, 2, groups=groups), nn.Flatten(), linear()
+    )
+
+
+class Breaks(nn.Linear):
+    "Its output in fp16 is changed by `f`."
+
+    def __init__(self, f):
+        super().__init__(6, 1)
+        self.f = f
+
+    def forward(self, x):
+        out = super().forward(x)
+        return self.f(out) if out.dtype is torch.float16 else out
 
 
 class Own(nn.Module):

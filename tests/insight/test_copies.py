@@ -20,7 +20,8 @@ from fastxtend_amp.insight.requirements import check_learner
 from fastxtend_amp.insight.batches import begin_fit, loader_like
 from fastxtend_amp.precisions import FP16, Precision
 from helpers import OPTIMIZERS, At, dataset, learner, loaders, mlp, opt_state, params, same, set_support
-from states import ASK, InStep, bits, language_model, rich, shuffled
+from models import InStep
+from states import ASK, bits, language_model, rich, shuffled
 
 FP32 = Choice(Precision())
 

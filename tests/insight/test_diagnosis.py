@@ -33,8 +33,8 @@ from helpers import (
     set_support,
     told,
 )
-from models import layers
-from states import EVALUATIONS, Act, Gives, Times, Unpacks, blurred, lora
+from models import Act, Gives, Times, Unpacks, layers, lora
+from states import EVALUATIONS, blurred
 
 
 def said(learn, n=1, lr=0.01):

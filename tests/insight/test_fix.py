@@ -28,7 +28,7 @@ from helpers import (
     same,
 )
 from helpers import told
-from states import Act
+from models import Act
 
 SEEDS = range(3)
 LATE = 1 if DEVICE.type == 'cpu' else 2  # batches after which the loss of a batch is known

@@ -11,7 +11,7 @@ from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.gradient import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
-from states import Act, InStep
+from models import Act, InStep
 
 
 class KeyPoint(nn.Module):

@@ -9,7 +9,8 @@ from torch import nn
 from fastxtend_amp.insight import display as room
 from fastxtend_amp.insight.display import progress_bar
 from helpers import learner, set_support
-from states import ASK, InStep
+from models import InStep
+from states import ASK
 
 each_call = pytest.mark.parametrize('name', ASK)
 

@@ -13,8 +13,8 @@ from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.insight.report_result import PrecisionReport
 from fastxtend_amp.precisions import BF16
 from helpers import At, Attentive, Data, learner, loaders, mlp, set_support
-from models import SAFE, inner, large, layers, report_on, rows
-from states import Act, Times, blurred
+from models import SAFE, Act, Times, inner, large, layers, report_on, rows
+from states import blurred
 
 
 # -- the table

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from fastxtend_amp.insight import report as room
 from helpers import Data, learner, loaders, mlp, set_support
-from models import SAFE, Directional, Mapped, layers, report_on, trained
-from states import Act, InStep
+from models import SAFE, Act, Directional, InStep, Mapped, layers, report_on, trained
 
 
 def far_from_0():

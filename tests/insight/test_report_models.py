@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint
 
 from helpers import Attentive, dataset, finite, learner, loaders, mlp
-from models import SAFE, Directional, Mapped, layers, rows
-from states import Act, Gives, InStep, Unpacks
+from models import SAFE, Act, Directional, Gives, InStep, Mapped, Unpacks, layers, rows
 
 
 class Tied(nn.Module):

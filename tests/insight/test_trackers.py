@@ -16,7 +16,8 @@ from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.copies import copied_learner, note_of_left_out, runs_on_copy
 from fastxtend_amp.precisions import Precision
 from helpers import Attentive, learner, mlp, set_support
-from states import ASK, Gives, Unpacks
+from models import Gives, Unpacks
+from states import ASK
 
 sent = []  # to a tracking service
 

@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import Attentive, Data, dataset, learner, linear, loaders, mlp, set_support
-from models import KEEP, SAFE, STEPS, Force, InNumPy, NeedsFp32, Own, cancels, checks, inner, large, layers, loud_rms
-from models import over_sums, report_on, sqrt_gate, steps, trained, unit, verdict_on
-from states import Act, Times, blurred, lora, loud_loss
+from models import KEEP, SAFE, STEPS, Act, Force, InNumPy, NeedsFp32, Own, Times, cancels, checks, inner, large
+from models import layers, lora, loud_loss, loud_rms, over_sums, report_on, sqrt_gate, steps, trained, unit
+from models import verdict_on
+from states import blurred
 
 OVERFLOWS = "reach .* above fp16's 65,504"
 LINE = r'\w+\.py:\d+'
