@@ -35,12 +35,12 @@ def cases() -> str:
 
 
 def report() -> str:
-    "Return the verdict on fp16 of the tutorial's report, shortened, as for a GPU that does not emulate it."
+    "Return the verdicts of the tutorial's report, shortened, as for a GPU that emulates neither precision."
     cells = json.loads((HERE / '01_tutorial.ipynb').read_text(encoding='utf-8'))['cells']
     cell = next(cell for cell in cells if 'report = ' in ''.join(cell['source']))
     said = re.sub(r', where .*?\):\s', ': ', ''.join(cell['outputs'][0]['data']['text/plain']), flags=re.S)
-    verdict, cause = re.search('^fp16.*Next: .*$', said, re.M)[0], re.search('^ +values .*?;', said, re.M)[0]
-    return '\n'.join(['```', ">>> learn.precision_report('fp16', device='cuda')", verdict, f'{cause} ...', '```'])
+    verdicts, cause = re.findall('^.*Next: .*$', said, re.M), re.search('^ +values .*?;', said, re.M)[0]
+    return '\n'.join(['```', ">>> learn.precision_report(device='cuda')", *verdicts, f'{cause} ...', '```'])
 
 
 def reports() -> dict[Path, str]:
