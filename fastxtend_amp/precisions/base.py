@@ -23,7 +23,7 @@ from .as_code import as_code
 from .flat_master import check_flat, flat_step
 from .forwards import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
-from .names import OTHER_NAMES, own_name
+from .names import OTHER_NAMES
 from .support import Support
 from .weights import weights_to_fp32
 
@@ -182,13 +182,14 @@ def _copied(value):
 # -- the registry
 
 def find_precision(
-    name: Any, # As in `own_name`
+    name: Any, # In any letter case; torch dtypes, and members of an `AMPMode` as well
 ) -> type[Precision]: # `Precision` itself for fp32
     "Return the precision with this name. Raises `ValueError` for an unknown one."
+    word = str(getattr(name, 'value', name)).lower().removeprefix('torch.')     # a dtype, or fastai's own AMPMode
     known: dict[str, type[Precision]] = {Precision.name: Precision, **PRECISIONS}
-    if own_name(name) not in known:
-        raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, known))}.")
-    return known[own_name(name)]
+    cls = known.get(OTHER_NAMES.get(word, word))
+    if cls is None: raise ValueError(f"{name!r} is not a precision. Use one of {', '.join(map(repr, known))}.")
+    return cls
 
 
 def fastest_native(
