@@ -67,8 +67,9 @@ class Precision:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
-        given = {**defaults, **dict(zip(defaults, args)), **kwargs}
-        arguments = {name: _copied(value) for name, value in given.items()}
+        arguments = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        for name, value in arguments.items():                    # the owner of a list may change it
+            if isinstance(value, (list, set, L)): arguments[name] = value.copy()
         # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
         vars(self)['arguments'] = arguments
         return self
@@ -172,11 +173,6 @@ def parameters_of(cls: type[Precision]) -> dict[str, inspect.Parameter]:
 def defaults_of(cls: type[Precision]) -> dict[str, Any]:
     "Return the defaults of the constructor's named parameters."
     return {name: p.default for name, p in parameters_of(cls).items()}
-
-
-def _copied(value):
-    "Return a copy of a list, which its owner may change."
-    return value.copy() if isinstance(value, (list, set, L)) else value
 
 
 # -- the registry
