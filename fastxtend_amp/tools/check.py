@@ -30,14 +30,14 @@ Seen = Iterator[tuple[str, bool]]          # what a check has seen, and whether 
 
 
 class Result(NamedTuple):
-    "One check: its precision, what it checks, whether it passed (None if it was not run), and what was seen."
+    "One check: its precision, what it checks, whether it passed, and what was seen."
     precision: str
     what: str
-    passed: bool | None
+    passed: bool
     seen: str
 
     def __str__(self):
-        mark = {True: 'ok', False: 'FAILED', None: 'left out'}[self.passed]
+        mark = 'ok' if self.passed else 'FAILED'
         return f'{mark:<9}{self.precision:<13}{self.what:<26}{self.seen}'
 
 
@@ -134,11 +134,7 @@ def check(device: torch.device) -> Iterator[Result]:
     checks = Checks(device)
     classes: list[type[Precision]] = [Precision, *PRECISIONS.values()]
     for cls in classes:
-        if cls.package: continue
-        support = cls.support(device)
-        if support.status == 'unsupported':
-            yield Result(cls.name, 'not supported', None, support.why)
-            continue
+        if cls.package or cls.support(device).status == 'unsupported': continue
         for what, run in checks.of(cls):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter('always')
@@ -175,18 +171,18 @@ def main(argv: Sequence[str] | None = None) -> int: # The exit status: 0 if all 
     device = usable_device(parser, args.device)
     torch.set_num_threads(1)                                     # more threads than free cores wait for each other
     print(head(device), end='\n\n', flush=True)
-    n, failed = 0, list[str]()
+    results = list[Result]()
     for result in check(device):
         print(result, flush=True)
-        n += result.passed is not None
-        if result.passed is False: failed.append(f'{result.precision}: {result.what}')
+        results.append(result)
     print()
     if fastest_native(device) is Precision:
         print('This device accelerates no 16-bit precision: train in fp32, as `learn.to_amp()` does.')
+    failed = [f'{r.precision}: {r.what}' for r in results if not r.passed]
     if failed:
-        print(f"{len(failed)} of {n} checks FAILED on {device} ({', '.join(failed)}). Please paste all of this output "
-              'into an issue.')
-    else: print(f'All {n} checks passed on {device}.')
+        print(f"{len(failed)} of {len(results)} checks FAILED on {device} ({', '.join(failed)}). Please paste all "
+              'of this output into an issue.')
+    else: print(f'All {len(results)} checks passed on {device}.')
     return int(bool(failed))
 
 
