@@ -146,18 +146,14 @@ def check(device: torch.device) -> Iterator[Result]:
             yield Result(cls.name, what, passed, ' '.join(', '.join(seen).split()))
 
 
-def _name(device) -> str:
-    if device.type == 'cpu': return f'cpu ({platform.processor() or platform.machine()})'
-    get_name = getattr(getattr(torch, device.type, None), 'get_device_name', None)   # there is no torch.xla
-    return f'{device} ({get_name(device)})' if get_name else str(device)
-
-
 def head(device: torch.device) -> str:
     "Return versions, the device, its support for each precision, and fp32 settings that are not the default."
     packages = [f'{name} {version(name)}' for name in ('fastxtend_amp', 'fastai', 'fastcore')]
     versions = [*packages, f'torch {torch.__version__}', f'Python {platform.python_version()}', platform.platform()]
+    get_name = getattr(getattr(torch, device.type, None), 'get_device_name', None)   # there is no torch.xla
+    name = f'{device} ({get_name(device)})' if get_name else device
     rows = [f'  {r.precision}: {r.support} ({r.why})' for r in precision_support(device).itertuples()]
-    lines = [', '.join(versions), f'device: {_name(device)}', *rows, settings_note()]
+    lines = [', '.join(versions), f'device: {name}', *rows, settings_note()]
     return '\n'.join(filter(None, lines))
 
 
