@@ -117,17 +117,14 @@ class FP8(BF16):
         asked = [ROOT] if self.modules is None else match_modules(model, self.modules, 'modules')
         in_fp32, found = self.kept_in_fp32(model), dict[str, nn.Module]()
         for name, m in qualified_names(model):
-            is_meant = covers(asked, name) and not covers(in_fp32, name)
-            if is_meant and type(m) is nn.Linear and self._fits(m): found[name] = m
+            if type(m) is not nn.Linear or 'weight' not in m._parameters: continue   # one that torch computes
+            fits = all(side % self.sides == 0 and side >= self.min_size for side in m.weight.shape)
+            if fits and covers(asked, name) and not covers(in_fp32, name): found[name] = m
         if found: return found
         at_least = f' and of at least {self.min_size}' if self.min_size else ''
         raise ValueError(f'{self.name} cannot be used: modules={self.modules!r} leaves no linear layer whose weight '
                          f'has both sides divisible by {self.sides}{at_least}.\n'
                          'Name other modules, keep fewer in fp32, or use `learn.to_bf16()`.')
-
-    def _fits(self, linear: Any) -> bool:
-        sides = linear.weight.shape if 'weight' in linear._parameters else [1]   # else torch computes it
-        return all(side % self.sides == 0 and side >= self.min_size for side in sides)
 
     def around_fit(self, model: nn.Module) -> list[Any]:
         return [*super().around_fit(model), replaced_forwards(self.find_layers(model), self.forward)]
