@@ -7,20 +7,21 @@ import torch
 from torch.backends import cuda, cudnn
 
 
-# Where the attribute `fp32_precision` of each backend and operation is, and its default. 'none' means the setting one
-# level up: that of the backend, then the generic one. These come first, as settings are made in this order.
+# Where the attribute `fp32_precision` of each backend and operation is. 'none' means the setting one level up: that of
+# the backend, then the generic one. These come first, as settings are made in this order.
 FP32_SETTINGS = {
-    ('generic', 'all'): ('torch.backends', 'none'),
-    ('cuda', 'all'): ('torch.backends.cudnn', 'none'),
-    ('cuda', 'matmul'): ('torch.backends.cuda.matmul', 'none'),
-    ('cuda', 'conv'): ('torch.backends.cudnn.conv', 'tf32'),
-    ('cuda', 'rnn'): ('torch.backends.cudnn.rnn', 'tf32'),
-    ('mkldnn', 'all'): ('torch.backends.mkldnn', 'none'),
-    ('mkldnn', 'matmul'): ('torch.backends.mkldnn.matmul', 'none'),
-    ('mkldnn', 'conv'): ('torch.backends.mkldnn.conv', 'none'),
-    ('mkldnn', 'rnn'): ('torch.backends.mkldnn.rnn', 'none'),
+    ('generic', 'all'): 'torch.backends',
+    ('cuda', 'all'): 'torch.backends.cudnn',
+    ('cuda', 'matmul'): 'torch.backends.cuda.matmul',
+    ('cuda', 'conv'): 'torch.backends.cudnn.conv',
+    ('cuda', 'rnn'): 'torch.backends.cudnn.rnn',
+    ('mkldnn', 'all'): 'torch.backends.mkldnn',
+    ('mkldnn', 'matmul'): 'torch.backends.mkldnn.matmul',
+    ('mkldnn', 'conv'): 'torch.backends.mkldnn.conv',
+    ('mkldnn', 'rnn'): 'torch.backends.mkldnn.rnn',
 }
 Settings = dict[tuple[str, str], str]                            # 'ieee', 'tf32', 'bf16' or 'none'
+DEFAULTS: Settings = {('cuda', 'conv'): 'tf32', ('cuda', 'rnn'): 'tf32'}       # PyTorch's; 'none' for the others
 FULL_PRECISION: Settings = dict.fromkeys(FP32_SETTINGS, 'ieee')
 TF32_SETTINGS: Settings = {('cuda', op): 'tf32' for op in ('matmul', 'conv', 'rnn')}
 
@@ -38,7 +39,7 @@ def fp32_settings(
     try:
         # PyTorch's compiler and `cudnn.flags` read `allow_tf32`. It is set first, as it also writes `fp32_precision`.
         for backend in older: backend.allow_tf32 = wanted == TF32_SETTINGS
-        _set({**before, **wanted})
+        _set(before | wanted)
         yield
     finally:
         for backend, value in older.items(): backend.allow_tf32 = value
@@ -76,8 +77,8 @@ def _above(values: Settings, backend: str, op: str) -> str:
 def settings_note() -> str: # '' with the defaults
     "Describe the settings below full precision that are not PyTorch's default, for a message."
     values = _values()
-    found = [f"`{name}.fp32_precision` is '{values[key]}'" for key, (name, default) in FP32_SETTINGS.items()
-             if values[key] not in ('none', 'ieee', default, _above(values, *key))]
+    found = [f"`{name}.fp32_precision` is '{values[key]}'" for key, name in FP32_SETTINGS.items()
+             if values[key] not in ('none', 'ieee', DEFAULTS.get(key), _above(values, *key))]
     return f"PyTorch multiplies fp32 tensors with less than full precision: {', '.join(found)}" if found else ''
 
 

@@ -67,7 +67,7 @@ class Precision:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Precision:
         self, defaults = super().__new__(cls), defaults_of(cls)
-        arguments = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        arguments = defaults | dict(zip(defaults, args)) | kwargs
         for name, value in arguments.items():                    # the owner of a list may change it
             if isinstance(value, (list, set, L)): arguments[name] = value.copy()
         # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
@@ -88,7 +88,7 @@ class Precision:
 
     def like(self, **changes: Any) -> Precision:
         "Return a new precision with these arguments changed."
-        return type(self)(**{**self.arguments, **changes})
+        return type(self)(**self.arguments | changes)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.arguments == other.arguments

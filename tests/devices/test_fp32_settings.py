@@ -6,6 +6,7 @@ import pytest, torch
 from torch import backends
 
 from fastxtend_amp.devices.fp32_settings import (
+    DEFAULTS,
     FP32_SETTINGS,
     FULL_PRECISION,
     TF32_SETTINGS,
@@ -60,9 +61,9 @@ def put_back():
     yield
     torch.set_float32_matmul_precision('highest')
     backends.cudnn.allow_tf32 = True  # also by its old name, which `torch.export` reads
-    for key, (_, default) in FP32_SETTINGS.items():
+    for key in FP32_SETTINGS:
         if get_fp32_setting(*key) != before[key]:
-            set_fp32_setting(*key, default)
+            set_fp32_setting(*key, DEFAULTS.get(key, 'none'))
     assert values() == before
 
 
