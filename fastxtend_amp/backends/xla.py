@@ -78,8 +78,8 @@ def move(
                 'call `model.to(device)` first and then create the learner.') from e
         finally: future.set_swap_module_params_on_conversion(swaps)
         if learn.opt is not None: _place_state(learn.opt)
-    if device.type != 'xla': learn.remove_cb(XLADevice)
-    elif not any(isinstance(cb, XLADevice) for cb in learn.cbs): learn.add_cb(XLADevice())
+    learn.remove_cb(XLADevice)
+    if device.type == 'xla': learn.add_cb(XLADevice())
 
 
 def _place_state(opt: Any) -> None:
