@@ -43,9 +43,9 @@ def xla_hardware() -> str: # Such as 'TPU', 'CUDA' or 'CPU'
 
 def missing(device: torch.device) -> str: # Such as 'PyTorch finds no CUDA device'; '' if it is there
     "Return why this process cannot use this device."
-    if device.type == 'cuda' and not torch.cuda.is_available(): return 'PyTorch finds no CUDA device'
-    if device.type == 'mps' and not torch.backends.mps.is_available(): return 'PyTorch finds no Metal device'
-    if device.type == 'xpu' and not torch.xpu.is_available(): return 'PyTorch finds no Intel GPU'
+    gpus = {'cuda': 'CUDA device', 'mps': 'Metal device', 'xpu': 'Intel GPU'}
+    if device.type in gpus and not torch.get_device_module(device).is_available():
+        return f'PyTorch finds no {gpus[device.type]}'
     if device.type == 'xla' and 'torch_xla' not in sys.modules: return 'torch_xla is not imported'
     alike = [d for d in all_devices() if d.type == device.type and d.index is not None]
     if alike and device.index is not None and device not in alike:

@@ -30,7 +30,7 @@ def pose(monkeypatch, kind, chip):
         (torch.cuda, 'get_device_properties', SimpleNamespace(gcnArchName=number)),
         (torch.xpu, 'is_available', kind == 'xpu'),
         (torch.xpu, 'get_device_capability', lacks),
-        (torch.backends.mps, 'is_available', kind == 'mps'),
+        (torch.mps, 'is_available', kind == 'mps'),
         (torch.backends.mps, 'is_macos_or_newer', True),  # PyTorch 2.9 asks
         (facts, 'apple_chip', chip),
         (facts, 'cpu_features', frozenset(chip.split())),
