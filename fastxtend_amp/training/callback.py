@@ -74,7 +74,7 @@ class MixedPrecision(fp16.MixedPrecision):
         if args and isinstance(amp_mode, Precision):
             raise TypeError(f'`{amp_mode!r}` is a precision already: change its arguments by name.')
         make = amp_mode.like if isinstance(amp_mode, Precision) else find_precision(amp_mode)
-        self.precision = make(*args, **kwargs)                   # its loss scale is this callback's own
+        self.precision = make(*args, **kwargs).like()            # its loss scale and lists are this callback's own
         check_integer(1, max_skips=max_skips)
         self._set_watchers([cls(self) for cls in WATCHERS])
         self.max_skips, self.on_overflow = max_skips, on_overflow

@@ -27,11 +27,6 @@ OPTIONS = {name: p for name, p in inspect.signature(MixedPrecision.__init__, eva
             if p.kind is p.KEYWORD_ONLY}
 
 
-def _pop_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    "Remove the options of `MixedPrecision` from arguments of a method, and return them."
-    return {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-
-
 def _add_method(cls: type[Precision]) -> None:
     """Give `Learner` the method `to_<name>`, with the arguments of `cls` and the options of `MixedPrecision`.
 
@@ -44,8 +39,7 @@ def _add_method(cls: type[Precision]) -> None:
                          'Choose another name.')
 
     def method(self: Learner, *args: Any, **kwargs: Any) -> Learner:
-        options = _pop_options(kwargs)
-        return set_precision(self, MixedPrecision(cls(*args, **kwargs), **options))
+        return set_precision(self, MixedPrecision(cls.name, *args, **kwargs))
 
     first, *_ = inspect.signature(method).parameters.values()
     parameters = [first, *parameters_of(cls).values(), *OPTIONS.values()]
@@ -83,7 +77,7 @@ def to_amp(self: Learner, *,
         return self
     if max_seconds is not None: raise TypeError('to_amp(): max_seconds needs measure=True.')
     device = training_device(self)
-    options = _pop_options(kwargs)
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     precision = _automatic_precision(device, **kwargs)
     cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
     match_modules(self.model, kwargs.get('fp32_modules'))
