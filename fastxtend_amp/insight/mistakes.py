@@ -16,7 +16,7 @@ class UnusedModules(Watcher):
         "Look at the modules, once, after a complete forward pass: later batches do not pass here."
         cb, fit = self.cb, self.cb.fit
         if not cb.learn.training: return
-        cb.remove_watcher(self)
+        cb.methods['after_loss'].remove(self.after_loss)
         for name, m in fit.precision.kept_in_fp32(fit.model).items():
             if getattr(forward_of(m), 'called', True): continue
             warn_user(f"fp32_modules: '{name}' was not called in the first batch. If it never is, naming it has "

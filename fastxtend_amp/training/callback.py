@@ -76,7 +76,10 @@ class MixedPrecision(fp16.MixedPrecision):
         make = amp_mode.like if isinstance(amp_mode, Precision) else find_precision(amp_mode)
         self.precision = make(*args, **kwargs).like()            # its loss scale and lists are this callback's own
         check_integer(1, max_skips=max_skips)
-        self._set_watchers([cls(self) for cls in WATCHERS])
+        all_of_us = self, *(cls(self) for cls in WATCHERS)
+        self.methods = dict[str, Any]()                          # of each event: lists, in which ours is the first
+        for event in _EVENTS:
+            self.methods[event] = [getattr(x, event) for x in all_of_us if hasattr(type(x), event)]
         self.max_skips, self.on_overflow = max_skips, on_overflow
         self.history = StepHistory()
         self.parts = list[Any]()                                 # the `Part`s of fastai's loop that are open
@@ -216,19 +219,8 @@ class MixedPrecision(fp16.MixedPrecision):
             if not (self.run_train if self.learn.training else self.run_valid): return
             if not self.fit and event_name != 'before_batch': return      # added in this batch
         if self.run:
-            for method in self.methods.get(event_name, ()): method()
+            for method in [*self.methods.get(event_name, ())]: method()   # a copy, as one may remove itself
         if event_name == 'after_fit': self.run = True            # as fastai does
-
-    def _set_watchers(self, watchers: list[Any]) -> None:
-        "Set the watchers, and find the methods of each event, here and then in them."
-        self.watchers, all_of_us = watchers, (self, *watchers)
-        self.methods = {}
-        for event in _EVENTS:
-            self.methods[event] = [getattr(x, event) for x in all_of_us if hasattr(type(x), event)]
-
-    def remove_watcher(self, watcher: Watcher) -> None:
-        "Call no more events of `watcher`."
-        self._set_watchers([w for w in self.watchers if w is not watcher])
 
     def before_fit(self):
         "Replace fastai's method: `run_outermost` has opened the fit, before any callback changed the learner."
