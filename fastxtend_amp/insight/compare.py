@@ -82,7 +82,7 @@ def compare_precision(self: Learner,
 
 def measure_and_choose(
     learn: Learner, # Switched to the selected precision
-    max_seconds: float = 60., # Time limit for report and comparison
+    max_seconds: float, # Time limit for report and comparison
 ) -> None:
     """Time what the device runs natively on real batches, and switch the learner to what is recommended.
 

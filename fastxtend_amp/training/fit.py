@@ -34,7 +34,11 @@ class Fit(ExitStack):
         precision.check(learn.model)
         if trains:
             precision.prepare(learn)                             # before a distributed trainer wraps the model
-        self.warn_of_emulation()
+        support = precision.support(device)
+        if support.status == 'emulated':
+            warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than "
+                      'fp32.\nCall `learn.to_amp()`, which selects only what the device accelerates; '
+                      f"`learn.compare_precision('{precision.name}')` measures it.", learn)      # once
         self.model_contexts = self.enter_context(ExitStack())    # those of the precision's `around_fit`
         scaler = precision.scaler(device)
         skips = precision.skip_nonfinite or (cb.on_overflow == 'fix' and type(precision) is not Precision)
@@ -55,15 +59,6 @@ class Fit(ExitStack):
             precision.prepare(learn)                             # again: `before_fit` may have set model or optimizer
             for context in precision.around_training(learn): self.enter_context(context)
         if self.scaling: self.scaling.buffers.look_at(learn.model, learn.loss_func)
-
-    def warn_of_emulation(self) -> None:
-        "Warn, once for a learner, of a device that runs a precision without hardware for it."
-        precision, device = self.precision, self.device
-        support = precision.support(device)
-        if support.status != 'emulated': return
-        warn_user(f"{precision.name} is emulated on device '{device}' ({support.why}): it is usually slower than fp32."
-                  '\nCall `learn.to_amp()`, which selects only what the device accelerates; '
-                  f"`learn.compare_precision('{precision.name}')` measures it.", self.learn)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."

@@ -15,7 +15,6 @@ from ..messages import check_argument, check_bool
 from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, on_register,
                           parameters_of)
 from ..precisions.forwards import remove_forwards
-from ..precisions.matching import match_modules
 from ..precisions.weights import weights_to_fp32
 from ..tensors import half_to_float
 from .callback import MixedPrecision
@@ -73,14 +72,14 @@ def to_amp(self: Learner, *,
         if kwargs:
             raise TypeError(f"to_amp(measure=True) accepts only `max_seconds`, not {', '.join(kwargs)}.\n"
                             'Call `learn.to_fp16(...)` or another method first; its arguments are kept.')
-        measure_and_choose(self, *[] if max_seconds is None else [max_seconds])
+        measure_and_choose(self, 60. if max_seconds is None else max_seconds)
         return self
     if max_seconds is not None: raise TypeError('to_amp(): max_seconds needs measure=True.')
     device = training_device(self)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     precision = _automatic_precision(device, **kwargs)
-    cb = MixedPrecision(precision, **options)                    # checked where fp32 is selected as well
-    match_modules(self.model, kwargs.get('fp32_modules'))
+    cb = MixedPrecision(precision, **options)                    # both check where fp32 is selected as well
+    precision.check(self.model)
     if type(precision) is Precision:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")
         return self.to_fp32()
@@ -97,7 +96,7 @@ def _automatic_precision(
     **arguments: Any, # Of any precision that it may select: all are checked, and the selected one gets its own
 ) -> Precision: # Plain fp32 if neither bf16 nor fp16 is native
     "Return the fastest precision that `device` runs natively, with those of the arguments that it has."
-    built, unknown = {Precision: Precision()}, {*arguments}
+    built, unknown = {Precision: Precision(arguments.get('fp32_modules'))}, {*arguments}
     for cls in PRECISIONS.values():
         if not cls.automatic: continue
         accepted = arguments.keys() & parameters_of(cls)
