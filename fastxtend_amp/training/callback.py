@@ -107,8 +107,7 @@ class MixedPrecision(fp16.MixedPrecision):
         given = self.precision.changed.keys() & {'init_scale', 'scaler'}
         if not given: self.precision.load_state_dict(state)
         elif self.scale != (scale := state['scale']):
-            names = ', '.join(sorted(given))
-            warn_user(f'The loaded loss scale of {scale:,.9g} is not used because `{names}` was given.')
+            warn_user(f"The loaded loss scale of {scale:,.9g} is not used because `{', '.join(given)}` was given.")
 
     def __getstate__(self) -> dict[str, Any]:                    # a copy is outside of a fit
         return {**vars(self), 'fit': None, 'parts': [], 'waiting': None}

@@ -74,9 +74,10 @@ def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: An
 
     with patch.object(self.opt, 'load_state_dict', load_state_dict): original(self, file, *args, **kwargs)
     # Not above: fastai turns each error of `load_state_dict` into a warning, and then the optimizer has no state.
-    states = {cls.state_key: in_file[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in in_file}
-    if cb is not None and in_file: cb.load_state_dict(states.pop(cb.precision.state_key, None))
-    if in_file: self.loaded_precision = states                   # instead of those of an earlier file
+    if in_file:
+        states = {cls.state_key: in_file[cls.state_key] for cls in PRECISIONS.values() if cls.state_key in in_file}
+        if cb is not None: cb.load_state_dict(states.pop(cb.precision.state_key, None))
+        self.loaded_precision = states                           # instead of those of an earlier file
     return self
 
 

@@ -182,11 +182,11 @@ def amp_context(self: Learner) -> Iterator[None]: # To enter with `with`; a new 
     """
     cb, device = precision_callback(self), training_device(self)
     precision = cb.precision if cb else Precision()
-    fit = cb and cb.fit
-    if fit: fit.use_model()
-    else: precision.check_device(device)
-    around_fit = [] if fit else precision.around_fit(self.model)
+    contexts = [backward_without_autocast()]
+    if cb and cb.fit: cb.fit.use_model()
+    else:
+        precision.check_device(device)
+        contexts += precision.around_fit(self.model)
     with ExitStack() as stack:
-        contexts = [backward_without_autocast(), *around_fit, *precision.around_batch(device)]
-        for context in contexts: stack.enter_context(context)
+        for context in contexts + precision.around_batch(device): stack.enter_context(context)
         yield
