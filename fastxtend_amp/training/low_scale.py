@@ -21,11 +21,6 @@ class LowScale:
         self.scaler, self.history, self.first_scale = scaler, history, first_scale
         self.threshold = min(1., first_scale)                # a lower one is due to skips
 
-    @property
-    def is_low(self) -> bool:
-        "True if the newest scale that the host knows is low."
-        return self.history.known_scale < self.threshold
-
     def raise_scale(self,
         largest: float | None, # The largest gradient, of a good step at a low scale; None after a skipped one
     ) -> None:

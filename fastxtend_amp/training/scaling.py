@@ -104,7 +104,7 @@ class Scaling:
         if self.gradients is not Gradients.SCALED or not (params := gradient_params(self.learn.opt)): return
         if self.early_changes: self.early_changes.warn()
         self.early_changes = None
-        is_low = self.low_scale.is_low                           # which the host mends
+        is_low = self.history.known_scale < self.low_scale.threshold     # which the host mends
         if not is_low and skips_on_device(self.learn.opt, params): self.step = DeviceStep(self.learn.opt.opt)
         self.gradients = Gradients.IN_STEP
         self._divide(params)
