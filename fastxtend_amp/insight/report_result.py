@@ -19,7 +19,7 @@ class Verdict:
 
     | `verdict` | meaning |
     |---|---|
-    | 'safe so far' | nothing was flagged on these batches with the current weights |
+    | 'safe so far' | no module has to stay in fp32 on these batches, with the current weights |
     | 'safe with loss scaling' | the same, but without it gradients would underflow |
     | 'keep modules in fp32' | modules were flagged, and keeping them in fp32 helps |
     | 'gradient differs' | the mean gradient is far from that in fp32: a warning sign, not a proof |
