@@ -56,7 +56,8 @@ def precision_report(
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
     def inputs(module, args, kwargs): # `model(**batch)`; a copy has it as well, for calls of the learner's
-        return ((), args[0]) if len(args) == 1 and isinstance(args[0], dict) and not kwargs else None
+        is_batch = len(args) == 1 and isinstance(args[0], dict) and not kwargs
+        return ((), args[0]) if is_batch else None
     with ExitStack() as stack:
         if by_name:                                              # first, as hooks of the model read its arguments
             stack.enter_context(unwrapped(model).register_forward_pre_hook(inputs, with_kwargs=True, prepend=True))
@@ -78,7 +79,8 @@ class _Modes(Callback):
         self.modes = [m.training for _, m in qualified_names(model)] if model.training else []
 
     def before_train(self):
-        for (_, m), mode in zip(qualified_names(self.learn.model), self.modes): m.training = mode
+        of_copy = (m for _, m in qualified_names(self.learn.model))
+        for m, mode in zip(of_copy, self.modes): m.training = mode
 
 
 def _arguments(following): # 'fp16, init_scale=1024': a loop has no learner to call

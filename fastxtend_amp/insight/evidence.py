@@ -92,8 +92,9 @@ def _fault(m, precision, headroom):
 def _failing(run):
     if not (name := run.failed_in): return {}
     why = f'{named(name)} does not run in {run.precision.name}: {run.raised}'
-    modules = run.reference.modules
-    alike = [m.name for m in modules.values() if name in modules and m.type == modules[name].type]
+    modules = run.reference.modules.values()
+    types = [m.type for m in modules if m.name == name]
+    alike = [m.name for m in modules if m.type in types]
     return dict.fromkeys(alike or [name], why)
 
 

@@ -18,7 +18,8 @@ def check_learner(
 ) -> None:
     "Raise a `RuntimeError` inside a fit; a `ValueError` without data, or if parameters are sharded, NaN or inf."
     fit = inspect.unwrap(Learner.fit).__code__
-    if any(f.f_code is fit and f.f_locals.get('self') is learn for f, _ in walk_stack(None)):
+    frames = (f for f, _ in walk_stack(None))
+    if any(f.f_code is fit and f.f_locals.get('self') is learn for f in frames):
         raise RuntimeError(f'{method} cannot run inside a fit. Call it before or afterwards.')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError(f'{method} needs trainable parameters, but all parameters of this model are frozen.\n'
