@@ -1,6 +1,6 @@
 """Report, comparison and diagnosis: which precision a model trains in, which is fastest, and why training failed.
 
-The path of a verdict, each line calling those below it that are further to the right:
+The path of a verdict; each line uses some of those below it:
 
     report.py              draws batches, asks for a verdict on each precision, and adds notes
       judge.py             runs batches, keeps modules in fp32 or lowers the loss scale, runs again

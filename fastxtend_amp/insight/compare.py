@@ -15,6 +15,7 @@ from ..devices.fp32_settings import settings_note
 from ..learners import several_processes, training_device
 from ..messages import check_above_0, check_integer
 from ..precisions import find_precision
+from .batches import loader_like
 from .choices import Choice, native_precisions, to_compare
 from .comparison_result import PrecisionComparison
 from .copied_callbacks import note_of_left_out
@@ -23,7 +24,6 @@ from .random_states import random_state_kept
 from .recommendation import last_fifth, recommend, tolerance
 from .requirements import check_learner, no_batch, note_of_frozen
 from .rounds import Rounds
-from .batches import loader_like
 from .speed import COLUMNS, Speed
 from .trial import Trial
 from .values import tensors_in

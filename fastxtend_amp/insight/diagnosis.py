@@ -7,8 +7,8 @@ from fastai.learner import Learner
 from ..learners import several_processes
 from ..precisions import Precision, fastest_native
 from ..training.callback import MixedPrecision
-from ..training.fit import check_parallel
 from ..training.current import precision_callback
+from ..training.fit import check_parallel
 from .choices import Choice
 from .display import named
 from .evidence import not_finite_data

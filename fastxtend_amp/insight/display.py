@@ -13,7 +13,7 @@ from ..precisions.matching import ROOT
 
 LOSS = 'loss function'  # its name among the modules; includes callbacks after the forward pass
 BACKWARD = 'backward pass'  # where an error comes from, after the loss
-MANY = 4                # modules or reasons that a sentence names; it counts the others
+_MANY = 4               # modules or reasons that a sentence names; it counts the others
 _UNLIMITED = 3600.      # seconds that a progress bar shows if there is no time limit
 
 
@@ -26,7 +26,7 @@ def named(name: str) -> str:
 def some(words: Iterable[str], between: str = ', ') -> str:
     "Join the first words, and say how many more there are."
     words = [*words]
-    return between.join(words[:MANY]) + (f' and {len(words) - MANY} more' if len(words) > MANY else '')
+    return between.join(words[:_MANY]) + (f' and {len(words) - _MANY} more' if len(words) > _MANY else '')
 
 
 def _wrapped(line): # A browser wraps by itself

@@ -9,8 +9,8 @@ from fastai.learner import Learner
 
 from ..messages import first_line
 from ..precisions import Precision
-from .random_states import random_state, set_random_state
 from .batches import BackwardOnly, run_batch, running_copy
+from .random_states import random_state, set_random_state
 from .values import all_finite
 
 N_BATCHES = 6  # K, batches whose gradients are compared

@@ -17,6 +17,7 @@ from ..learners import training_device
 from ..messages import check_above_0, check_argument, check_integer
 from ..precisions import AMPMode, Precision, find_precision
 from ..tensors import map_tensors
+from .batches import loader_like
 from .choices import Choice, own_precision
 from .display import named, progress_bar
 from .gradient import N_BATCHES
@@ -25,7 +26,6 @@ from .random_states import random_state_kept
 from .report_notes import notes
 from .report_result import PrecisionReport, Verdict, table_of
 from .requirements import check_learner, no_batch
-from .batches import loader_like
 from .sample import Sample
 from .values import n_items
 
@@ -77,14 +77,14 @@ def precision_report(self: Learner,
         raise ValueError(f'device={device!r} cannot be used: the model trains on {own}.\nLeave it out to report on '
                          "that device. On a CPU, device='cuda' applies CUDA's autocast rules.")
     check_learner(self, 'precision_report', dl)
-    until, source = time.monotonic() + max_seconds, self.dls.train if dl is None else dl
+    end, source = time.monotonic() + max_seconds, self.dls.train if dl is None else dl
     rules = cuda_rules() if with_cuda_rules else nullcontext()
     with random_state_kept(), rules, progress_bar(self, max_seconds) as show:
         with random_state_kept():                                # the runs start from the state before drawing
             drawn = [*islice(loader_like(source), max(n_batches, N_BATCHES))]
         if not drawn: raise no_batch('precision_report', dl)     # of an iterator that is already used up
         sample = Sample(self, drawn[:n_batches])
-        return _Reporter(self, drawn, sample, with_cuda_rules, max_seconds, until, show).report(classes)
+        return _Reporter(self, drawn, sample, with_cuda_rules, max_seconds, end, show).report(classes)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Reporter:
     sample: Sample # The first of these batches, on which modules are judged
     with_cuda_rules: bool # Whether a CPU follows CUDA's autocast rules
     max_seconds: float
-    until: float # The end of the time limit, by `time.monotonic`
+    end: float # The end of the time limit, by `time.monotonic`
     show: Callable # Called with the name of a precision, for a progress bar
 
     def report(self, classes: list[type[Precision]]) -> PrecisionReport:
@@ -140,7 +140,7 @@ class _Reporter:
     def _before_run(self, name, unknown):
         "Show the name of a precision; raise `OutOfTime` with what is unknown if the time limit is reached."
         self.show(name)
-        if time.monotonic() <= self.until: return
+        if time.monotonic() <= self.end: return
         rules = ", device='cuda'" if self.with_cuda_rules else ''
         raise OutOfTime(f'the time limit (`max_seconds={self.max_seconds:g}`) was reached before {unknown}',
                         f"learn.precision_report('{name}', max_seconds={10 * self.max_seconds:g}{rules})")

@@ -11,11 +11,11 @@ from ..messages import first_line, users_line
 from ..precisions import Precision
 from ..precisions.matching import ROOT
 from ..tensors import map_tensors
+from .batches import BackwardOnly, run_batch, running_copy
 from .display import LOSS
 from .evidence import wrong_in_reference
 from .random_states import RandomState, set_random_state
 from .recording import Recording
-from .batches import BackwardOnly, run_batch, running_copy
 from .values import has_finite_results, readable
 
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words

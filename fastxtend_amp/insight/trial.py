@@ -17,11 +17,11 @@ from ..learners import training_device
 from ..messages import first_line
 from ..training.current import precision_callback
 from ..training.loop import run_outermost
+from .batches import begin_fit, run_batch
 from .choices import Choice
 from .copies import copied_learner
 from .random_states import random_state, set_random_state
 from .recommendation import last_fifth
-from .batches import begin_fit, run_batch
 from .speed import Speed
 from .values import is_plain
 

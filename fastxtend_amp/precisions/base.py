@@ -2,7 +2,7 @@
 
 A subclass registers itself under its `name`. From the registry come `Learner.to_<name>`, `MixedPrecision('<name>')`,
 rows of `precision_support`, and the precision's place in reports, comparisons, checks and plots.
-`bf16.py` is a short example.
+`tf32.py` is a short example.
 """
 from __future__ import annotations
 
@@ -113,7 +113,14 @@ class Precision:
         advice = '' if facts.missing(device) else f'\nOn this device, use `learn.to_{other.name}()`.'
         raise ValueError(f"{self.name} does not run on device '{device}': {support.why}.{advice}")
 
-    # -- what training needs; overridden by precisions that need more
+    # -- what training needs; overridden by precisions that need more:
+    #
+    #    set on a learner    check
+    #    a fit begins        check_device, check, prepare, scaler
+    #    first batch         around_fit, prepare again (model or optimizer may be new), around_training
+    #    each batch          around_batch
+    #    each step           step
+    #    files               state_dict, load_state_dict
 
     def check(self, model: nn.Module) -> None:
         "Raise `ValueError` or `TypeError` if the arguments do not fit `model`."

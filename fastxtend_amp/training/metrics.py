@@ -4,8 +4,8 @@ from fastai.learner import Learner, Metric
 from fastcore.basics import patch
 
 from .callback import MixedPrecision
-from .history import StepHistory
 from .current import precision_callback
+from .history import StepHistory
 
 
 class PrecisionMetric(Metric):
