@@ -1,7 +1,6 @@
 "Re-runs a failed batch on a copy, to find the cause, and makes the change that helps, with `on_overflow='fix'`."
 from typing import NamedTuple
 
-import torch
 from fastai.learner import Learner
 
 from ..learners import several_processes
@@ -92,9 +91,6 @@ def _rerun(
     if not cls.dtype:                                            # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Choice(Precision()))
-    gradients = [m.grad for m in sample.reference.modules.values()]
-    largest = max(gradients, default=0.) * alarm.scale
-    if alarm.is_unexplained and largest > torch.finfo(cls.dtype).max: return None
     judge = Judge(cls, sample, alarm.scale)
     verdict = judge.verdict()
     if not verdict.next:

@@ -153,6 +153,7 @@ FAILS = {  # what makes the learner or its model, the call, epochs, learning rat
     'static loss scale': (lambda: times(300), 'learn.to_fp16(loss_scale=2.0**18, max_skips=4)'),
     'infinite at any scale': (lambda: CASES['ArcFace'].learner(8), FP16, 8, 1e-3),
     'scales far below 1': (lambda: times(1e8), 'learn.to_fp16(max_skips=40)', 8, 0.0),
+    'no scale is low enough': (lambda: times(1e12), 'learn.to_fp16(max_skips=40)', 3, 0.0),
     'inputs': (lambda: spoiled(0, math.inf), BF16),
     'targets': (lambda: spoiled(1, math.nan), BF16),
     'in fp32 as well': (lambda: layers(Act(lambda h: (-h.square()).log())), FP16),
