@@ -47,6 +47,7 @@ def precision_report(
     """
     check_argument('model', model, lambda m: isinstance(m, nn.Module),
                    'a torch.nn.Module. With a Learner, call `learn.precision_report()`')
+    check_argument('batches', batches, lambda b: isinstance(b, Iterable), 'an iterable, such as a DataLoader or a list')
     check_argument('loss_func', loss_func, lambda f: f is None or (callable(f) and not isinstance(f, type)),
                    'a function, or an object such as `nn.MSELoss()`')
     with random_state_kept(): drawn = [*islice(batches, max(n_batches, N_BATCHES))]

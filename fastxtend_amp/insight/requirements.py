@@ -41,8 +41,8 @@ def check_learner(
 def note_of_frozen(learn: Learner) -> list[str]: # One sentence or none
     "Say how many weights are frozen, whose gradients nobody looks at."
     trains = [p.requires_grad for p in learn.model.parameters()]
-    return [f'{trains.count(False):,} of {len(trains):,} weight tensors are frozen. If they will be trained, as by '
-            '`fine_tune`, unfreeze them before this call.'] if not all(trains) else []
+    return [f'{trains.count(False):,} of {len(trains):,} weight tensors are frozen. If you train them later, as '
+            '`fine_tune` does, unfreeze them first.'] if not all(trains) else []
 
 
 def no_batch(method: str, dl: Any = None) -> ValueError:

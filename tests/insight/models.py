@@ -58,12 +58,19 @@ class Act(nn.Module):
         return self.f(x)
 
 
-class Gives(nn.Module):
-    "Return a dictionary, as Hugging Face's models do; `Unpacks` extracts the prediction."
+class Scales(nn.Module):
+    "Arithmetic of its own around a model."
 
     def __init__(self, net):
         super().__init__()
         self.net = net
+
+    def forward(self, x):
+        return self.net(x) * 2
+
+
+class Gives(Scales):
+    "Return a dictionary, as Hugging Face's models do; `Unpacks` extracts the prediction."
 
     def forward(self, x):
         return {'logits': self.net(x)}

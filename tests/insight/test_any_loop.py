@@ -9,6 +9,7 @@ from helpers import dataset, errors_of, linear, loaders, mlp
 
 WRONG = {
     'a learner': lambda: precision_report('a learner'),
+    'a number': lambda: precision_report(linear(), 5, F.mse_loss),
     'no batch': lambda: precision_report(linear(), [], F.mse_loss),
     'tuples, but no loss_func': lambda: precision_report(linear(), loaders().train),
     'dicts, and a loss_func': lambda: precision_report(linear(), [{}], F.mse_loss),

@@ -11,7 +11,7 @@ from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.gradient import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
-from models import Act, InStep
+from models import Act, InStep, Scales
 
 
 class KeyPoint(nn.Module):
@@ -42,17 +42,6 @@ def far_from_0(offset=1000.0):
     model = nn.Sequential(nn.Linear(6, 32), Act(lambda h: (h - offset).tanh()), nn.Linear(32, 1))
     nn.init.constant_(model[0].bias, offset)
     return model
-
-
-class Scales(nn.Module):
-    "Arithmetic of its own around a model."
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x) * 2
 
 
 def by_hand(model, dls, dtype, n=6):
