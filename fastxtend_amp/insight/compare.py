@@ -147,29 +147,29 @@ class Plan:
         "Train in all of them, in fp32 with other seeds as well, and return what that shows."
         if len(choices) == 1: self.n_steps = 1                   # there is nothing to compare fp32 with
         seeds = list[Trial]()
-        with random_state_kept(), progress_bar(self.learn, self.max_seconds) as tick, ExitStack() as copies:
-            batches = self._batches(tick)
+        with random_state_kept(), progress_bar(self.learn, self.max_seconds) as show, ExitStack() as copies:
+            batches = self._batches(show)
             arguments = batches, self.n_steps, self.lr, copies
             trials = {name: Trial(self.learn, choice, *arguments) for name, choice in choices.items()}
-            rounds = Rounds(trials, self.n_steps, self.n_seeds, self.end, tick)
+            rounds = Rounds(trials, self.n_steps, self.n_seeds, self.end, show)
             rounds.train()
             for trial in rounds.staying: trial.measure_end()
             copies.close()
             for seed in range(1, 1 + self.n_seeds):
                 if not rounds.left > rounds.n_compared * rounds.base.pace: break         # it may be nan
-                tick('fp32')
+                show('fp32')
                 seeds.append(self._with_seed(seed, rounds))
         return self._result(rounds, seeds, choices)
 
-    def _batches(self, tick):
+    def _batches(self, show):
         "Return a batch for each step, as far as time and memory reach."
         dl, drawn, size = loader_like(self.learn.dls.train), [], 0
-        until = time.monotonic() + _FOR_BATCHES * (self.end - time.monotonic())
+        end = time.monotonic() + _FOR_BATCHES * (self.end - time.monotonic())
         for b in (b for _ in range(self.n_steps) for b in dl):   # from the first again when an epoch is over
             drawn.append(to_device(b, training_device(self.learn)))
-            tick('batches')
+            show('batches')
             size += sum(t.nbytes for t in tensors_in(b))
-            if len(drawn) == self.n_steps or size > _BYTES or time.monotonic() > until: break
+            if len(drawn) == self.n_steps or size > _BYTES or time.monotonic() > end: break
         if not drawn: raise no_batch(self.method)                # of a dataset that can be iterated only once
         return drawn
 

@@ -21,7 +21,7 @@ class Rounds:
     n_steps: int # Steps whose losses are compared
     n_seeds: int # Trainings in fp32 that follow, for which time is left
     end: float # Of the time limit, by `time.monotonic`
-    tick: Callable[[str], object] # Called with what runs, for a progress bar
+    show: Callable[[str], object] # Called with what runs, for a progress bar
 
     def train(self) -> None:
         """Train in rounds until all is decided, or only the time for other seeds is left.
@@ -33,7 +33,7 @@ class Rounds:
             trials, done = self.staying, len(base.losses)
             # Back and forth, so that none always follows the same one.
             for trial in trials[::-1] if len(base.times) % 2 else trials:
-                self.tick(trial.name)
+                self.show(trial.name)
                 trial.train(range(done, done + size))
             self.drop_slow()
             if len(base.times) == 1:

@@ -25,7 +25,7 @@ from .forwards import Fp32Forward, replaced_forwards
 from .matching import match_modules, tests_of
 from .names import OTHER_NAMES
 from .support import Support
-from .weights import weights_to_fp32
+from .weights_to_fp32 import weights_to_fp32
 
 PRECISIONS: dict[str, type[Precision]] = {}                      # by name, in the order of tables
 on_register: list[Callable[[type[Precision]], object]] = []      # called with each precision that registers itself

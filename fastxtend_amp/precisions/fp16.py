@@ -99,10 +99,9 @@ class FP16(Precision):
             raise ValueError(f'{" and ".join(given)} cannot be combined. Pass only one of them.')
         self.flat_master = flat_master
         if loss_scale is not None: scaler = static_scaler('cpu', loss_scale)
-        # The scaler in its newest state.
-        self.newest = scaler or GradScaler('cpu', float(init_scale), growth_factor, backoff_factor, growth_interval,
-                                           enabled)
-        self.first_state = self.newest.state_dict()              # empty if it is not enabled
+        self.newest_scaler = scaler or GradScaler('cpu', float(init_scale), growth_factor, backoff_factor,
+                                                  growth_interval, enabled)
+        self.first_state = self.newest_scaler.state_dict()       # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
 
     def prepare(self, learn: Learner) -> None:
@@ -116,13 +115,13 @@ class FP16(Precision):
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."
         if not self.first_state: return None
         if 'scaler' not in self.changed:
-            state, self.newest = self.newest.state_dict(), GradScaler(device.type)
-            self.newest.load_state_dict(state)                   # its factors as well
-        return self.newest
+            state, self.newest_scaler = self.newest_scaler.state_dict(), GradScaler(device.type)
+            self.newest_scaler.load_state_dict(state)            # its factors as well
+        return self.newest_scaler
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the loss scaling, as `GradScaler.state_dict`; empty with `enabled=False`."
-        return self.newest.state_dict()
+        return self.newest_scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from the scale and the growth tracker in `state`; None resets them. The arguments stay.
@@ -140,5 +139,6 @@ class FP16(Precision):
                 warn_user(f'The loaded loss scale of {scale:,.9g} is not used: it is fixed at {self.first_scale:,.9g}.')
             return
         if scale < FP16_SMALLEST: scale = self.first_scale
-        tracker = min(state['_growth_tracker'], self.newest.get_growth_interval() - 1)
-        self.newest.load_state_dict({**self.newest.state_dict(), 'scale': scale, '_growth_tracker': tracker})
+        tracker = min(state['_growth_tracker'], self.newest_scaler.get_growth_interval() - 1)
+        new = {**self.newest_scaler.state_dict(), 'scale': scale, '_growth_tracker': tracker}
+        self.newest_scaler.load_state_dict(new)

@@ -21,7 +21,7 @@ from ..messages import first_line
 from ..precisions import PRECISIONS, Precision, fastest_native
 from ..training.optimizers import fused
 from .demo import digits
-from .device import add_device, usable_device
+from .arguments import add_device, usable_device
 from .precision_support import precision_support
 
 EPOCHS, LR = 3, 5e-3

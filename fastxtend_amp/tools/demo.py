@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ..insight.choices import native_precisions
-from .device import add_device, usable_device
+from .arguments import add_device, usable_device
 from .precision_support import precision_support
 
 SECONDS = 75.                              # for training, without starting Python and plotting

@@ -15,7 +15,7 @@ from ..messages import check_argument, check_bool
 from ..precisions import (PRECISIONS, AMPMode, Precision, fastest_native, find_precision, on_register,
                           parameters_of)
 from ..precisions.forwards import remove_forwards
-from ..precisions.weights import weights_to_fp32
+from ..precisions.weights_to_fp32 import weights_to_fp32
 from ..tensors import half_to_float
 from .callback import MixedPrecision
 from .current import PRECISION_CALLBACKS, exchange, precision_callback, set_precision

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastxtend_amp import precision_support
 from fastxtend_amp.devices import facts
 from fastxtend_amp.devices.fp32_settings import FULL_PRECISION, fp32_settings
-from fastxtend_amp.tools.device import usable_device
+from fastxtend_amp.tools.arguments import usable_device
 
 from .contestants import ADAM, CONTESTANTS, FUSED
 from .measure import bench

@@ -38,7 +38,7 @@ from fastxtend_amp.insight.rounds import Rounds
 from fastxtend_amp.insight.speed import COLUMNS, Speed
 from fastxtend_amp.insight.trial import Trial
 from fastxtend_amp.precisions import Precision
-from fastxtend_amp.tools.device import usable_device
+from fastxtend_amp.tools.arguments import usable_device
 
 from .models import MODELS, Model
 

@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import noop
 
 from fastxtend_amp.devices.fp32_settings import FULL_PRECISION, fp32_settings
-from fastxtend_amp.tools.device import usable_device
+from fastxtend_amp.tools.arguments import usable_device
 
 from .contestants import Task, learner
 from .measure import machine, quartiles

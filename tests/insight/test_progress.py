@@ -55,11 +55,11 @@ def test_no_bar(name, place, slow, monkeypatch, capsys):
 
 
 def test_the_bar_is_the_time_and_ends_with_an_error(clock, terminal, capsys):
-    with pytest.raises(ZeroDivisionError), progress_bar(learner(progress=True), 20.0) as tick:
+    with pytest.raises(ZeroDivisionError), progress_bar(learner(progress=True), 20.0) as show:
         clock.sleep(10)
-        tick('bf16')
+        show('bf16')
         clock.sleep(100)  # longer than planned
-        tick('fp16')
+        show('fp16')
         1 / 0
     parts = [part.strip() for part in capsys.readouterr().out.split('\r')]
     assert any('50.00% [10/20 00:10<00:10... bf16]' in p for p in parts) and any('[19/20' in p for p in parts)
@@ -67,7 +67,7 @@ def test_the_bar_is_the_time_and_ends_with_an_error(clock, terminal, capsys):
 
 
 def test_a_bar_without_a_time_limit(clock, terminal, capsys):
-    with progress_bar(learner(progress=True), float('inf')) as tick:
+    with progress_bar(learner(progress=True), float('inf')) as show:
         clock.sleep(36)
-        tick('fp32')
+        show('fp32')
     assert '36/3600' in capsys.readouterr().out
