@@ -36,8 +36,8 @@ _CACHE = None if ismin_torch('2.13') else False                  # None: as the 
 class Precision:
     """Plain fp32, and the base class of every other precision.
 
-    Two precisions are equal if they are made by equal calls, and `repr` is the call that selects it:
-    `learn.to_bf16(fp32_modules=['head'])`. A callback uses a copy of the precision that it is given.
+    `repr` is the call that selects it: `learn.to_bf16(fp32_modules=['head'])`. A callback uses a copy of the precision
+    that it is given.
     """
     name: ClassVar[str] = 'fp32' # In calls, tables and files
     dtype: torch.dtype | None = None # Autocast's dtype; None without autocast
@@ -70,7 +70,7 @@ class Precision:
         arguments = defaults | dict(zip(defaults, args)) | kwargs
         for name, value in arguments.items():                    # the owner of a list may change it
             if isinstance(value, (list, set, L)): arguments[name] = value.copy()
-        # `like`, `repr` and `==` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
+        # `like` and `repr` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
         vars(self)['arguments'] = arguments
         return self
 
@@ -89,9 +89,6 @@ class Precision:
     def like(self, **changes: Any) -> Precision:
         "Return a new precision with these arguments changed."
         return type(self)(**self.arguments | changes)
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.arguments == other.arguments
 
     def __repr__(self) -> str: return f'learn.to_{self.name}({as_code(self.changed)})'
 

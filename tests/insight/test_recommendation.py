@@ -141,7 +141,10 @@ def test_what_is_chosen_and_printed(expected, capsys):
         assert learn.to_amp(measure=True) is learn
         decision, cb = learn.precision_decision, precision_callback(learn)
         precision = decision.choices[decision.recommended].precision
-        assert cb is None and type(precision) is Precision or precision == cb.precision is not precision
+        if type(precision) is Precision:
+            assert cb is None
+        else:
+            assert repr(precision) == repr(cb.precision) and cb.precision is not precision
         texts.append(f"# {name}: {', '.join(decision.table.index)}\n{capsys.readouterr().out}")
     assert '\n'.join(texts) == expected('measured_choice')
 
