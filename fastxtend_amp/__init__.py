@@ -1,10 +1,9 @@
 "Mixed precision for fastai. Importing it adds `to_amp`, `to_fp16`, `to_bf16` and other methods to `Learner`."
-import sys as _sys, warnings as _warnings
+import warnings as _warnings
 
 with _warnings.catch_warnings():           # PyTorch deprecates what fastai's own imports call
     _warnings.filterwarnings('ignore', message='.*torch.jit')
     import fastai.learner as _fastai
-    _before = [*_fastai.defaults.callbacks], 'fastai.callback.progress' in _sys.modules
 
 from importlib.util import find_spec as _find_spec
 
@@ -19,10 +18,6 @@ from .insight import PrecisionComparison, PrecisionReport, precision_report
 from .tools.precision_support import precision_support
 
 if _find_spec('torch_xla') is not None: from .backends import xla as _xla   # users may import it later
-
-# fastai's `fp16` and `text.learner` import this module, which gives every new learner a bar. That is left to the user.
-_fastai.defaults.callbacks[:], _has_bar = _before
-if not _has_bar: del _sys.modules['fastai.callback'].progress, _sys.modules['fastai.callback.progress']
 
 # `Precision` and `Support`, for a precision of your own, are not here: fastai has a metric of the name `Precision`.
 __all__ = ['AMPMode', 'LossScaleMetric', 'MixedPrecision', 'PrecisionComparison', 'PrecisionReport',

@@ -140,22 +140,6 @@ def test_importing_adds_methods_and_replaces_few():
     assert public - {'Learner.mixed_precision'} == REPLACED | {f'Learner.{name}' for name in METHODS}
 
 
-BAR = """
-import fastai.learner as fastai
-names = lambda: [cb.__name__ for cb in fastai.defaults.callbacks]
-before = names()
-import fastxtend_amp
-from fastai.text.learner import LMLearner
-print(names() == before, 'progress_bar' in LMLearner.predict.__globals__)
-from fastai.callback import progress
-print(names() == [*before, 'ProgressCallback'])
-"""
-
-
-def test_importing_adds_no_progress_bar():
-    assert run('-c', BAR).split() == ['True'] * 3
-
-
 # -- the rooms
 
 

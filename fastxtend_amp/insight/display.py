@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from html import escape
 from textwrap import fill
 
+from fastai.callback import progress
 from fastai.learner import Learner
 from fastcore.basics import noop
 from fastprogress.core import IN_NOTEBOOK
@@ -66,8 +67,7 @@ def progress_bar(
 ) -> Iterator[Callable]: # To be called with what is running
     "Show a progress bar as in a fit, in a terminal or notebook, until the context ends."
     if 'progress' not in vars(learn) or not _is_interactive(): return (yield noop)
-    from fastai.callback.progress import progress_bar as fastais # importing it gives every new learner a bar
-    bar = fastais(range(math.ceil(min(seconds, _UNLIMITED))), leave=False)
+    bar = progress.progress_bar(range(math.ceil(min(seconds, _UNLIMITED))), leave=False)
     def show(what):
         bar.comment, now = what, min(int(time.time() - bar.start_t), bar.total - 1)   # a full bar would end
         if now > bar.last_v: bar.update(now)                     # once a second
