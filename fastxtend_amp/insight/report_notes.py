@@ -3,6 +3,7 @@ from collections.abc import Iterator, Mapping
 
 from fastai.learner import Learner
 
+from ..learners import training_device
 from .copied_callbacks import note_of_left_out
 from .display import named, some
 from .evidence import not_fp32
@@ -34,6 +35,8 @@ def notes(
     if with_cuda_rules:
         yield ("Computed on this CPU with CUDA's autocast rules, which a fit on it does not follow. GPU kernels were "
                'not run; they may round differently or be missing.')
+    elif training_device(learn).type == 'cpu':
+        yield "Computed with the autocast rules of a CPU; with those of a GPU, `device='cuda'`, verdicts may differ."
     if with_cuda_rules and 'bf16' in verdicts:
         yield 'A T4, V100 or RTX 20 emulates bf16: follow the verdict on fp16 there, or use fp32.'
     yield from note_of_frozen(learn) + note_of_left_out(learn)
