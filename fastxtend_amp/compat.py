@@ -117,7 +117,8 @@ def traits_of(func: Any) -> Traits:
 def in_function_transform() -> bool:
     """Return whether a transform of `torch.func` (grad, vmap, ...) or forward-mode AD runs: nothing can be read there.
 
-    Inside an operator the innermost transform counts only if it is forward-mode AD; reading in that ends the process.
+    Called inside an operator, it does not see the innermost transform, except forward-mode AD, in which reading a value
+    ends the process.
 
     Relies on `torch._C._are_functorch_transforms_active` and `forward_ad._current_level` (seen in 2.9 to 2.15).
     """

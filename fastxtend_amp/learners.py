@@ -1,5 +1,5 @@
 "The parts of a learner: device, optimizer and parameters, newest loss, and states that a file left for precisions."
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -58,7 +58,7 @@ def optimizer_name(opt: Optimizer | OptimWrapper) -> str:
 
 
 def newest_loss(learn: Learner) -> torch.Tensor | None:
-    "Return the loss of the latest batch that had one: without targets fastai leaves that of an earlier batch."
+    "Return the newest loss. It may be that of an earlier batch, as fastai computes none without targets."
     loss = vars(learn).get('loss_grad')                          # `learn.loss_grad` would look at the model as well
     return loss if isinstance(loss, torch.Tensor) else None
 
@@ -71,13 +71,6 @@ def loaded_states(learn: Learner) -> dict[str, Any]: # By `Precision.state_key`
 def is_dtensor(t: object) -> bool:
     "Return whether `t` is a DTensor, as FSDP2's `fully_shard` makes of parameters."
     return hasattr(t, 'full_tensor')
-
-
-def largest_gradient(params: Iterable[Any]) -> float: # Parameters with gradients; 0 if they have no numbers
-    "Return the largest absolute gradient, of all shards. It synchronizes."
-    grads = (p.grad for p in params if p.grad.numel())
-    whole = (g.full_tensor() if is_dtensor(g) else g.to_dense() for g in grads)
-    return max((float(g.abs().max()) for g in whole), default=0.)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from ..training.checkpoint import wrap_method
 def convert_files(
     applies: Callable[[Learner], bool], # Whether a learner needs it
     to_file: Callable[..., Any], # Returns what to write for a tensor of a state; called in every process
-    load: Callable[..., Learner], # As `Learner.load`, after the original of it; for learners to which it applies
+    load: Callable[..., Learner], # Gets the original `load`, then its arguments; only for learners to which it applies
 ) -> None:
     "Wrap `Learner.save` and `Learner.load`."
     def save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any:

@@ -62,11 +62,12 @@ def move(
     """
     both = nn.ModuleList(m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module))
     if any(t.device != device for t in (*both.parameters(), *both.buffers())):
-        learn.pred = learn.loss = learn.loss_grad = None         # after Ctrl-C their graph refers to parameters,
-        for m in both.modules():                                 # and so does that of weights by weight norm
+        # Graphs refer to parameters: that of a loss that Ctrl-C left, and that of weights by weight norm.
+        learn.pred = learn.loss = learn.loss_grad = None
+        for m in both.modules():
             for name, t in [*vars(m).items()]:
                 if torch.is_tensor(t) and not t.is_leaf: vars(m)[name] = t.detach()
-        future = torch.__future__                                # `Module.to` puts new parameters into a module without
+        future = torch.__future__                                # without this `Module.to` creates new parameters
         swaps = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)
         try:

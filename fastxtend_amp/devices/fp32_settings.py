@@ -7,8 +7,8 @@ import torch
 from torch.backends import cuda, cudnn
 
 
-# Where the attribute `fp32_precision` of each backend and operation is. 'none' means the setting one level up: that of
-# the backend, then the generic one. These come first, as settings are made in this order.
+# Where the attribute `fp32_precision` of each backend and operation is. 'none' follows the setting one level up, that
+# of its backend or the generic one. Settings are made in this order, each after the one that it may follow.
 FP32_SETTINGS = {
     ('generic', 'all'): 'torch.backends',
     ('cuda', 'all'): 'torch.backends.cudnn',

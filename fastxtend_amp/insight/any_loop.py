@@ -56,7 +56,7 @@ def precision_report(
     drawn = map_tensors(half_to_float, [_checked(batch, i, by_name) for i, batch in enumerate(drawn)])
     dls = DataLoaders(drawn, drawn)
     dls._device = model_device(model, 'cpu')                     # lists have none
-    def inputs(module, args, kwargs): # `model(**batch)`; a copy has it as well, for calls of the learner's
+    def inputs(module, args, kwargs): # Turns the learner's `model(batch)` into `model(**batch)`; copies keep this hook
         is_batch = len(args) == 1 and isinstance(args[0], dict) and not kwargs
         return ((), args[0]) if is_batch else None
     with ExitStack() as stack:

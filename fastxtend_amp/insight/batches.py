@@ -67,7 +67,7 @@ def running_copy(
     in_batch: bool = False, # Whether `learn` is in the middle of a batch; otherwise a fit of the copy begins
 ) -> Iterator[Learner]: # In training, its batches need a `BackwardOnly`
     "Copy `learn` in a precision. Compiled modules run uncompiled, as hooks do not fire in a compiled graph."
-    # The precision of this dtype needs neither hardware nor other packages.
+    # fp16 or bf16 of this package, which any device runs: FP8 becomes bf16, and `simulated_forwards` round further.
     of_dtype = find_precision(precision.dtype or torch.float32)
     scaling = {'init_scale': precision.first_scale} if of_dtype.scales_loss else {}
     in_dtype = of_dtype(fp32_modules=precision.fp32_modules, **scaling)

@@ -188,9 +188,9 @@ class Plan:
         rows = [_row(trial, base, n) for trial in trials.values()]
         table = pd.DataFrame(rows, index=[*trials])
         tolerated = tolerance(base.losses[:n], [trial.loss(n) for trial in seeds])
-        changes = {name: (choice.precision.scales_loss, len(choice.changes)) for name, choice in choices.items()}
+        burdens = {name: (c.precision.scales_loss, len(c.changes)) for name, c in choices.items()}
         seconds = self.max_seconds - min(0, rounds.left)
-        recommended, reason = recommend(table, tolerated, changes, seconds)
+        recommended, reason = recommend(table, tolerated, burdens, seconds)
         notes = note_of_frozen(self.learn) + note_of_left_out(self.learn)
         if len(trials) > 1:
             notes[:0] = [f'Losses: mean of the last fifth of {n:,} steps. fp32 was repeated with {len(seeds)} of '

@@ -86,8 +86,8 @@ def _rerun(
     "Run the batch forward and backward, in fp32 and in the precision."
     cb, cls = precision_callback(learn), alarm.cls
     sample = Sample(learn, [alarm.batch], alarm.random_state)
-    if sample.wrong:
-        return Diagnosis(_BAD if bad_data else 'Check the learning rate, the loss function and the data', sample.wrong)
+    if sample.fault:
+        return Diagnosis(_BAD if bad_data else 'Check the learning rate, the loss function and the data', sample.fault)
     if not cls.dtype:                                            # TF32 on the device, which nothing simulates
         return Diagnosis('Use another precision: `learn.to_fp32()`', 'loss and gradients are finite in fp32',
                          Choice(Precision()))

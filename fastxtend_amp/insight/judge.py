@@ -79,7 +79,7 @@ class Judge:
             return self._verdict('not known', next=call, modules=self.keep)
 
     def _search(self):
-        while not self.sample.wrong:
+        while not self.sample.fault:
             run = self._run(self.keep)
             harmed = harm(run)
             for name, why in harmed.items(): self.reasons.setdefault(name, why)
@@ -104,7 +104,7 @@ class Judge:
             other = [batch for batch in distance.only_in_fp32 if all(batch is not s for s in seen)]
             if not other: return self._conclude(run, scales, init_scale, ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
-        self.sentences = [self.sample.wrong]
+        self.sentences = [self.sample.fault]
         return self._verdict('not known')
 
     def _run(self, keep):

@@ -49,8 +49,8 @@ def tolerance(
 def recommend(
     table: pd.DataFrame, # As `PrecisionComparison.table`
     tolerated: tuple[float, str], # What `tolerance` returns
-    changes: Mapping[str, tuple[bool, int]], # By row: whether it scales the loss, and how many `Choice.changes`
-    seconds: float = 60., # Time that was spent
+    burdens: Mapping[str, tuple[bool, int]], # By row: whether it scales the loss, and how many `Choice.changes`
+    seconds: float = 60., # The time limit, or the time spent if that was longer
 ) -> tuple[str, str]: # The row, and why
     """Return the fastest row that pays and whose loss matches fp32.
 
@@ -70,7 +70,7 @@ def recommend(
     good = {name: speed.mid for name, speed in speeds.items() if speed.pays and not faults[name]}
     close = [name for name, speed in good.items() if speed * WORTH >= max(good.values())]
 
-    best = min(close, key=lambda name: (changes[name], -good[name]), default='fp32')
+    best = min(close, key=lambda name: (burdens[name], -good[name]), default='fp32')
     sentences = [f'Speed-up {speeds[best]}; its loss is within {tolerated[1]}.'] if good else []
     for name, fault in faults.items():
         why = fault or _slowness(speeds[name], best, good.get(best, 1.), seconds)

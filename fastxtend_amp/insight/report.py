@@ -102,7 +102,7 @@ class _Reporter:
         "Return the report on these precisions."
         self.judges = dict[str, Judge]()
         self.verdicts = {cls.name: self._verdict(cls) for cls in classes}
-        if not self.sample.wrong: self._advise_another()
+        if not self.sample.fault: self._advise_another()
         table = table_of([judge.first_run for judge in self.judges.values()], self.verdicts)
         said = notes(self.learn, self.sample, self.judges, self.verdicts, self.with_cuda_rules)
         return PrecisionReport(table, self.verdicts, [*said])
@@ -117,11 +117,11 @@ class _Reporter:
         def first_items(t): return t[:few] if t.shape[:1] == (n,) else t
         with suppress(Exception):
             small = Sample(self.learn, map_tensors(first_items, batches), is_small=True)
-            if not small.wrong: return small
+            if not small.fault: return small
         return self.sample
 
     def _verdict(self, cls):
-        if self.sample.wrong: return Verdict(cls.name, 'not known', self.sample.wrong)
+        if self.sample.fault: return Verdict(cls.name, 'not known', self.sample.fault)
         status, why = cls.support(training_device(self.learn))
         if status == 'unsupported': return Verdict(cls.name, 'cannot run', why)
         scale = (own_precision(self.learn).state_dict().get('scale')

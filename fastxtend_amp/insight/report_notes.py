@@ -60,7 +60,7 @@ def _predictions(judges, verdicts):
 
 def _reference(sample):
     own, unreadable = not_fp32(sample.reference), sample.reference.unreadable
-    if own and not sample.wrong: yield f'The reference is not fp32: {own}.'
+    if own and not sample.fault: yield f'The reference is not fp32: {own}.'
     if unreadable:
         yield ('Inside a transform (vmap, forward-mode AD) values cannot be read. Not compared with fp32: '
                f'{some(map(named, unreadable))}.')

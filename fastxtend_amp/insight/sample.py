@@ -16,7 +16,7 @@ from .display import LOSS
 from .evidence import wrong_in_reference
 from .random_states import RandomState, set_random_state
 from .recording import Recording
-from .values import has_finite_results, readable
+from .values import n_nan_or_inf, readable
 
 _IN_CALLBACK = re.compile(r'occured in `(\w+)`')               # fastai's words
 
@@ -35,7 +35,7 @@ class Sample:
         return self._recorded(Recording(Precision(), Recording(Precision())))
 
     @cached_property
-    def wrong(self) -> str: # '' if nothing is
+    def fault(self) -> str: # '' if nothing is
         "The fault of the run in fp32."
         return wrong_in_reference(self.reference, self.batches)
 
@@ -51,7 +51,7 @@ class Sample:
         again and is recorded.
         """
         precision, reference = recording.precision, recording.reference
-        where, in_batch = '', self.start is not None
+        suffix, in_batch = '', self.start is not None
         reader = BackwardOnly(recording.record_gradients, recording.record_loss)
         try:
             with running_copy(self.learn, precision, in_batch) as copy:
@@ -59,16 +59,16 @@ class Sample:
                 for i, batch in enumerate(self.batches):
                     with recording.of_batch(copy.model), copy.added_cbs(reader): run_batch(copy, i, batch)
                 if in_batch or reference.raised: return recording
-                where, recording.failed_in = ' (in validation)', ROOT
+                suffix, recording.failed_in = ' (in validation)', ROOT
                 recording.validates = self._validates(copy, recording)
                 if reference.validates and not recording.validates:
                     recording.not_finite = 'loss'
                     with recording.of_batch(copy.model): self._validates(copy, recording)
         except torch.OutOfMemoryError: raise
         except Exception as e:
-            if not precision.dtype and not where: raise
+            if not precision.dtype and not suffix: raise
             line = users_line(reversed([*walk_tb(e.__traceback__)]))
-            recording.raised = first_line(e) + (f' ({line})' if line else '') + where
+            recording.raised = first_line(e) + (f' ({line})' if line else '') + suffix
             callback = _IN_CALLBACK.search(str(e))
             if callback and recording.failed_in == LOSS: recording.failed_in = f'callback `{callback[1]}`'
         return recording
@@ -80,7 +80,13 @@ class Sample:
         for batch in self.batches:
             copy.pred = None                                     # a callback may cancel the batch
             copy._do_epoch_validate(dl=[map_tensors(torch.clone, batch)])
-            finite &= has_finite_results(copy)
+            finite &= _has_finite_results(copy)
             recording.predictions += readable(copy.pred)
         recording.random_state = torch.get_rng_state()
         return finite
+
+
+def _has_finite_results(learn: Learner) -> bool:
+    "Return whether predictions and loss of the batch that `learn` ran last are finite; -inf may be a mask."
+    loss = vars(learn).get('loss') if len(learn.yb) else None    # without targets it is that of an earlier batch
+    return not any(map(n_nan_or_inf, readable((learn.pred, loss))))

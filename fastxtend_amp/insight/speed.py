@@ -26,9 +26,9 @@ class Speed(NamedTuple):
     ) -> Speed:
         """Return the median of the ratios and its interval, 2.2 (q3 - q1) / sqrt(n) to both sides of the logarithms.
 
-        The 95% notches of box plots have 1.57, for a single look: McGill, Tukey and Larsen, Variations of Box Plots,
-        The American Statistician 32 (1978). With a look after each round from the sixth on, 2.2 accepts a precision
-        that is as fast as fp32 in 2 to 10% of simulated comparisons (`nbs/benchmarks/choice.py`).
+        The 95% notches of box plots have 1.57, for a single look (source: see `compare_precision`). With a look after
+        each round from the sixth on, 2.2 accepts a precision that is as fast as fp32 in 2 to 10% of simulated
+        comparisons (`nbs/benchmarks/choice.py`).
         """
         n = len(ratios)
         logs = np.log(ratios or [math.nan])

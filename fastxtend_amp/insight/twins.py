@@ -16,7 +16,7 @@ def address(t: torch.Tensor) -> int: # 0 if it has none
 
 
 class _ByAddress(dict):
-    "Tensors by the address of their memory, which views share. As they are kept, no other tensor gets an address."
+    "Tensors by the address of their memory, which views share. They are kept alive, so that no other gets an address."
     def include(self, ts): return any(address(t) in self for t in ts)
 
     def forget(self, x):

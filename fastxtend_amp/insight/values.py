@@ -2,7 +2,6 @@
 import math
 
 import torch
-from fastai.learner import Learner
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -59,12 +58,6 @@ def all_finite(t: torch.Tensor) -> bool:
 def n_nan_or_inf(t: torch.Tensor) -> int:
     "Return how many values are NaN or +inf; -inf may be a mask."
     return 0 if all_finite(t) else int((t.isnan() | t.isposinf()).sum())
-
-
-def has_finite_results(learn: Learner) -> bool:
-    "Return whether predictions and loss of the batch that `learn` ran last are finite; -inf may be a mask."
-    loss = vars(learn).get('loss') if len(learn.yb) else None    # without targets it is that of an earlier batch
-    return not any(map(n_nan_or_inf, readable((learn.pred, loss))))
 
 
 # -- sizes and errors, in fp32, as MPS has no float64

@@ -29,7 +29,7 @@ class Observations:
     random_state = ()                                            # before the batch under way
     batch: Any = None                                            # the newest: number, tensors, random state
     scale: Any = 1.                                              # its loss scale
-    has_said = False                                             # that a validation is not finite
+    said_validation = False                                      # that one is not finite
     n_unexplained = 0                                            # skipped steps that the loss scale may not explain
 
     def __init__(self, on_cpu):
@@ -63,14 +63,14 @@ class FailureWatcher(Watcher):
     With several processes each looks at its own loss; an exception in one ends the job under `torchrun`.
     """
     @property
-    def seen(self):
+    def observations(self):
         "The `Observations` of the open fit, kept there; None if nothing is to be reported, or something has been."
-        return self.cb.fit.seen if self.cb.fit and self.cb.on_overflow != 'ignore' else None
+        return self.cb.fit.observations if self.cb.fit and self.cb.on_overflow != 'ignore' else None
 
     def after_open(self):
         "Begin the observations of a fit."
         fit = self.cb.fit
-        if type(fit.precision) is not Precision: fit.seen = Observations(fit.device.type == 'cpu')
+        if type(fit.precision) is not Precision: fit.observations = Observations(fit.device.type == 'cpu')
 
     def before_train(self):
         "Warn, once for a learner, that 'fix' only warns in distributed fits."
@@ -80,28 +80,28 @@ class FailureWatcher(Watcher):
 
     def before_batch(self):
         "Keep the random state, and once the size of the weights."
-        seen, learn = self.seen, self.cb.learn
-        if not seen or not learn.training: return
-        seen.random_state = random_state(seen.generators)
+        observed, learn = self.observations, self.cb.learn
+        if not observed or not learn.training: return
+        observed.random_state = random_state(observed.generators)
         # XLA would compile the norm into the first batch.
-        if seen.weights is None and self.cb.fit.device.type != 'xla': seen.weights = _norm(learn.model)
+        if observed.weights is None and self.cb.fit.device.type != 'xla': observed.weights = _norm(learn.model)
 
     def after_loss(self):
         "Check the loss before its backward pass; on an accelerator that of the batch before."
-        seen, learn = self.seen, self.cb.learn
-        if not seen or not learn.training: return
+        observed, learn = self.observations, self.cb.learn
+        if not observed or not learn.training: return
         self._check_recorded()
-        seen.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), seen.random_state
-        if self.cb.fit.scaling: seen.scale = self.cb.history.next_scale
-        if not seen.on_cpu or (loss := newest_loss(learn)) is None: return
+        observed.batch = getattr(learn, 'train_iter', 0) + 1, (learn.xb, learn.yb), observed.random_state
+        if self.cb.fit.scaling: observed.scale = self.cb.history.next_scale
+        if not observed.on_cpu or (loss := newest_loss(learn)) is None: return
         with without_subclasses():
             value = (loss.detach().mean() if loss.dim() else loss).item()
-        self._check_loss(seen, value)
+        self._check_loss(observed, value)
 
     def after_step(self):
         "Count skipped steps in a row; look at the 1st, 2nd, 4th, ... that the loss scale may not explain."
-        seen, history = self.seen, self.cb.history
-        if not (seen and seen.batch and (scaling := self.cb.fit.scaling)): return
+        observed, history = self.observations, self.cb.history
+        if not (observed and observed.batch and (scaling := self.cb.fit.scaling)): return
         # What the device has decided is known once it has been read.
         if history.unread and not scaling.step.host_skips: return
         if not (n := history.skips_in_a_row()): return
@@ -109,12 +109,12 @@ class FailureWatcher(Watcher):
         if n >= self.cb.max_skips: return self._alarm(f'{n:,} steps in a row were skipped')
         # A scale of 1, or below that of a good step of this fit, has not caused it.
         if scale > max(1, history.highest_good * scaling.scaler.get_backoff_factor()): return
-        seen.n_unexplained += 1
-        if seen.n_unexplained.bit_count() == 1: self._alarm(_UNEXPLAINED, is_unexplained=True)
+        observed.n_unexplained += 1
+        if observed.n_unexplained.bit_count() == 1: self._alarm(_UNEXPLAINED, is_unexplained=True)
 
     def after_train(self):
         "Look at the skips that the device has decided, and at its losses: fastai's Recorder synchronizes here anyway."
-        scaling = self.seen and self.cb.fit.scaling
+        scaling = self.observations and self.cb.fit.scaling
         if scaling and not scaling.step.host_skips:
             self.cb.history.read()
             self.after_step()
@@ -122,7 +122,7 @@ class FailureWatcher(Watcher):
 
     def before_close(self):
         "Warn if most of the fit's steps were skipped, unless a failure has been reported."
-        if not (self.seen and (scaling := self.cb.fit.scaling)): return
+        if not (self.observations and (scaling := self.cb.fit.scaling)): return
         history, scaler = self.cb.history, scaling.scaler
         skips = history.read().skips[history.fit_start:]
         n, skipped = len(skips), sum(skips)
@@ -137,38 +137,38 @@ class FailureWatcher(Watcher):
 
     def after_validate(self):
         "Say that a loss or predictions of a validation are NaN or inf; fastai has them on the CPU already."
-        seen, learn = self.seen, self.cb.learn
-        if not seen or seen.has_said: return
+        observed, learn = self.observations, self.cb.learn
+        if not observed or observed.said_validation: return
         recorder, gather = map(vars(learn).get, ('recorder', 'gather_preds'))
         results = readable((recorder and vars(recorder.loss).get('total'), gather and gather.preds))
         if all((t < math.inf).all() for t in results): return
         advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, "
                   '`learn.precision_report(dl=learn.dls.valid)` names modules to keep in fp32.')
-        if far := seen.divergence(learn): advice = f'The run diverges: {far}. Lower the learning rate first.'
-        seen.has_said = True
+        if far := observed.divergence(learn): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        observed.said_validation = True
         self._warn_or_raise(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n'
                             f'{advice}')
 
     def _check_recorded(self):
         "Look at the loss that the Recorder has read, off the CPU; in distributed runs it is the mean of all processes."
-        seen = self.seen
-        if not seen or seen.on_cpu or not seen.batch: return
+        observed = self.observations
+        if not observed or observed.on_cpu or not observed.batch: return
         losses = getattr(vars(self.cb.learn).get('recorder'), 'losses', ())
-        if losses: self._check_loss(seen, float(losses[-1]))
+        if losses: self._check_loss(observed, float(losses[-1]))
 
-    def _check_loss(self, seen, loss):
+    def _check_loss(self, observed, loss):
         if not math.isfinite(loss): return self._alarm(f'the loss is {loss}')
-        seen.last_loss = loss
-        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.seen = None           # it diverges on purpose
+        observed.last_loss = loss
+        if 'lr_finder' in vars(self.cb.learn): self.cb.fit.observations = None   # it diverges on purpose
 
     def _alarm(self, what, is_unexplained=False):
         "Say what happened, what to try and where it began: once a fit."
-        learn, seen, cb = self.cb.learn, self.seen, self.cb
-        alarm = Alarm(what, type(cb.precision), float(seen.scale), *seen.batch, is_unexplained)
+        learn, observed, cb = self.cb.learn, self.observations, self.cb
+        alarm = Alarm(what, type(cb.precision), float(observed.scale), *observed.batch, is_unexplained)
         with cb.fit.scaling.buffers.repaired() if cb.fit.scaling else nullcontext():
-            diagnosis = diagnose(learn, alarm, seen.divergence(learn))
+            diagnosis = diagnose(learn, alarm, observed.divergence(learn))
         if not diagnosis: return                                 # the loss scale explains it
-        cb.fit.seen = None                                       # first: a fix may close the fit
+        cb.fit.observations = None                               # first: a fix may close the fit
         if cb.on_overflow == 'fix' and apply_fix(cb, alarm, diagnosis): return
         self._warn_or_raise(f'{alarm.happened}\n{diagnosis}')
 

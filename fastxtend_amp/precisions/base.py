@@ -22,7 +22,7 @@ from ..devices import facts
 from .as_code import as_code
 from .flat_master import check_flat, flat_step
 from .forwards import Fp32Forward, replaced_forwards
-from .matching import match_modules, tests_of
+from .matching import match_modules, matchers_of
 from .names import OTHER_NAMES
 from .support import Support
 from .weights_to_fp32 import weights_to_fp32
@@ -70,7 +70,7 @@ class Precision:
         arguments = defaults | dict(zip(defaults, args)) | kwargs
         for name, value in arguments.items():                    # the owner of a list may change it
             if isinstance(value, (list, set, L)): arguments[name] = value.copy()
-        # `like` and `repr` need them, whatever a subclass's `__init__` does; of a frozen dataclass as well.
+        # In `vars`, as a subclass may be a frozen dataclass; here, as its `__init__` may not call this one's.
         vars(self)['arguments'] = arguments
         return self
 
@@ -78,7 +78,7 @@ class Precision:
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         self.fp32_modules = fp32_modules
-        tests_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
+        matchers_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Precision:
         return match_modules(model, self.fp32_modules)
 
     def prepare(self, learn: Learner) -> None:
-        "Check, and change permanently, what only training needs. Raises `ValueError` for what cannot be trained."
+        "Check the learner for training, and make changes that stay. Raises `ValueError` for what cannot be trained."
         if self.flat_master: check_flat(learn)
         if self.dtype: weights_to_fp32(learn.model, learn.opt)
 

@@ -97,8 +97,7 @@ class BF16Weights:
         before: Any = 0.                                         # what rounding has taken so far
         for part in (state.get('kahan_comp'), self.lost[p]):     # the first is None after steps in fp32
             if part is not None: before = before + part.float()
-        # Entering leaves `before` out: a file's bf16 weights stay what they are, also where it is half a unit in the
-        # last place.
+        # `__enter__` leaves `before` out: bf16 weights of a file must not change, and half a unit would round some up.
         data = (value if p.dtype is torch.float32 else value + before).to(dtype)
         lost = (value - data) + before                           # exact: Dekker's fast two-sum
         # In one statement, as an interrupt between two would lose one of them.

@@ -19,7 +19,6 @@ class Forward:
     made in one, may call it after the fit: it then runs the plain forward.
     """
     run: Callable
-    called = False # Whether `run` was called
 
     def __init__(self, module: nn.Module):
         remove_forwards(module)                                  # of a copy made in a fit
@@ -35,7 +34,7 @@ class Forward:
 
 
 def forward_of(module: nn.Module) -> Any:
-    "Return the object whose method is set as the module's forward: a `Forward` if that has replaced it; None for none."
+    "Return the object whose method was set as `module.forward`, such as a `Forward`; None if there is none."
     return getattr(vars(module).get('forward'), '__self__', None)
 
 
@@ -66,6 +65,8 @@ def replaced_forwards(modules: dict[str, nn.Module], cls: type[Forward]) -> Iter
 
 class Fp32Forward(Forward):
     "The forward of `module` with autocast off, and with 16-bit inputs as fp32."
+    called = False # In this fit
+
     def run(self, *args, **kwargs) -> Any:
         if not self.active: return self.plain(*args, **kwargs)
         self.called = True

@@ -41,8 +41,8 @@ def match_modules(
     places, found = list(qualified_names(model)), set[str]()
     matched: dict[str, nn.Module] = {}
     computing = [(name, m) for name, m in places if not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
-    for part, test in tests_of(spec, argument):
-        hits = [name for name, m in places if test(name, m)]
+    for part, matches in matchers_of(spec, argument):
+        hits = [name for name, m in places if matches(name, m)]
         if not any(covers(hits, name) for name, _ in computing): # an empty `nn.ModuleList` means no module
             names = [name for name, _ in places]
             near = difflib.get_close_matches(str(part), names, 4, .5) or names[:4]
@@ -79,17 +79,20 @@ def covers(
     return ROOT in names or any(outer in names for outer in around)
 
 
-Test = Callable[[str, nn.Module], bool]
+Matcher = Callable[[str, nn.Module], bool]
 
 
-def tests_of(spec: Any, argument: str) -> list[tuple[Any, Test]]:
-    "Return the parts of `spec`, each with a test of a name and its module. Raises `TypeError` for another kind."
+def matchers_of(spec: Any, argument: str) -> list[tuple[Any, Matcher]]:
+    """Return the parts of `spec`, each with a function that matches a name and its module.
+
+    Raises `TypeError` for a part of another kind.
+    """
     if spec is None: return []
     parts = list(spec) if isinstance(spec, (list, tuple, set, frozenset, L)) else [spec]
-    return [(part, _test_of(part, argument)) for part in parts]
+    return [(part, _matcher_of(part, argument)) for part in parts]
 
 
-def _test_of(part: Any, argument: str) -> Test:
+def _matcher_of(part: Any, argument: str) -> Matcher:
     if isinstance(part, str): return lambda name, m: name == part or fnmatch.fnmatchcase(name, part)
     if isinstance(part, nn.Module): return lambda name, m: m is unwrapped(part)
     if isinstance(part, type) and issubclass(part, nn.Module): return lambda name, m: isinstance(m, part)

@@ -19,15 +19,15 @@ class Buffers:
         self.owners: list[dict[str, Any]] = []                   # the buffers of each module that has some
         self.good: dict[Any, torch.Tensor] = {}                  # values by device, dtype and shape
 
-    def look_at(self, model: nn.Module, loss_func: Any) -> None:
+    def follow(self, model: nn.Module, loss_func: Any) -> None:
         "From now on these are the buffers of `model`, and of a loss function that is a module, with their values."
         loss_func = getattr(loss_func, 'func', loss_func)        # inside fastai's `BaseLoss`
         parts = (part for part in (model, loss_func) if isinstance(part, nn.Module))
         self.owners = [m._buffers for part in parts for m in part.modules() if m._buffers]
-        self.remember()
+        self.update()
 
-    def remember(self, found_inf: bool | torch.Tensor = False) -> None:
-        "Remember all values, and restore first those that a bad step made NaN or infinite. Never synchronizes."
+    def update(self, found_inf: bool | torch.Tensor = False) -> None:
+        "Restore what a bad step made NaN or infinite, then remember all values. Never synchronizes."
         good, self.good = self.good, {}
         for key, buffers in self._alike().items():
             now = torch.stack(buffers)
@@ -43,7 +43,7 @@ class Buffers:
     def repaired(self) -> Iterator[None]:
         "In this context, restore the values that a bad batch made NaN or infinite; a model may read them in training."
         good, saved = self.good, [(b, b.clone()) for buffers in self._alike().values() for b in buffers]
-        self.remember(True)
+        self.update(True)
         try: yield
         finally:
             self.good = good

@@ -29,7 +29,7 @@ from .fit import Fit
 from .history import StepHistory
 from .scaling import Scaling
 
-_EVENTS = (*_events, 'after_open', 'before_close', 'after_failure')    # for watchers: of a fit
+_EVENTS = (*_events, 'after_open', 'before_close', 'after_failure')    # these are ours, for watchers
 _NOT_FASTAIS = ("This batch runs in fp32: the learner's class replaces a method of fastai that enters autocast, "
                 '`_with_events` or `one_batch`.\nCall `super()` in it.')
 _ON_OVERFLOW = ('warn', 'fix', 'raise', 'ignore')

@@ -1,8 +1,8 @@
 """Checkpoints: the precision's state, such as the loss scale, in the files of `Learner.save`.
 
-It is stored inside the optimizer's state, as fastai takes a file with a third key for one without an optimizer. So
-importing this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another
-`state_dict` or `load_state_dict` for the call; and `Learner.export`, which then writes fp32.
+It is stored inside the optimizer's state: fastai loads a file with a third key as one without an optimizer. Importing
+this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another `state_dict` or
+`load_state_dict` for the call; and `Learner.export`, which then writes fp32.
 """
 import functools
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _save(original: Callable, self: Learner, file: Any, **kwargs: Any) -> Any: #
 def _load(original: Callable, self: Learner, file: Any, *args: Any, **kwargs: Any) -> Learner:
     """Call the `load` that this replaces; the file may hold a precision's state.
 
-    What belongs to another precision than the learner's waits on the learner for a callback that continues from it.
+    The state of a precision that the learner does not have is kept on the learner until that precision is set.
     """
     cb = precision_callback(self)
     if cb is not None:

@@ -20,7 +20,7 @@ class Fit(ExitStack):
     "The contexts and the loss scaling of one fit or validation; `end` exits them in reverse order."
     model: Any = None                                            # the one that `model_contexts` are open for
     scaling: Scaling | None = None                               # None without loss scaling
-    seen: Any = None                                             # for a watcher's notes
+    observations: Any = None                                     # of a `FailureWatcher`, as they end with the fit
 
     def __init__(self,
         cb: 'MixedPrecision',
@@ -58,7 +58,7 @@ class Fit(ExitStack):
         if old is None:
             precision.prepare(learn)                             # again: `before_fit` may have set model or optimizer
             for context in precision.around_training(learn): self.enter_context(context)
-        if self.scaling: self.scaling.buffers.look_at(learn.model, learn.loss_func)
+        if self.scaling: self.scaling.buffers.follow(learn.model, learn.loss_func)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."

@@ -90,7 +90,6 @@ def run_outermost(
         if event_type == 'fit' and cb.run: cb.open_fit(device, trains=True)
         restored: Any = autocast_restored(device.type) if autocast_available(device.type) else nullcontext()
         with backward_without_autocast(), restored:
-            cb.parts = []
             _run_part(cb, event_type, run)
         # `now` is another callback than `cb` if the precision was exchanged in this part.
         if not is_users_loop and (now := precision_callback(learn)): now.close()

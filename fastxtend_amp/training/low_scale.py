@@ -1,7 +1,9 @@
 "The loss scale that skipped steps have driven below 1, and how it rises again."
 import math
+from collections.abc import Iterable
 from typing import Any
 
+from ..learners import is_dtensor
 from ..messages import warn_user
 from ..tensors import FP16_LARGEST, FP16_SMALLEST
 from .history import StepHistory
@@ -45,3 +47,10 @@ class LowScale:
         if not self.has_warned:
             warn_user(f'Skipped steps had lowered the loss scale to {scale:.2g}; it has been reset to {new:,.9g}.')
         self.has_warned = True
+
+
+def largest_gradient(params: Iterable[Any]) -> float: # Parameters with gradients; 0 if they have no numbers
+    "Return the largest absolute gradient, of all shards. It synchronizes."
+    grads = (p.grad for p in params if p.grad.numel())
+    whole = (g.full_tensor() if is_dtensor(g) else g.to_dense() for g in grads)
+    return max((float(g.abs().max()) for g in whole), default=0.)

@@ -78,7 +78,7 @@ def to_amp(self: Learner, *,
     device = training_device(self)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     precision = _automatic_precision(device, **kwargs)
-    cb = MixedPrecision(precision, **options)                    # both check where fp32 is selected as well
+    cb = MixedPrecision(precision, **options)                    # this and the next line check, also for fp32
     precision.check(self.model)
     if type(precision) is Precision:
         print(f"to_amp: fp32, as '{device}' runs neither bf16 nor fp16 natively; `precision_support()` says why.")

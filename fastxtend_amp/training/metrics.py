@@ -19,10 +19,7 @@ class PrecisionMetric(Metric):
 
 
 class LossScaleMetric(PrecisionMetric):
-    """The loss scale at the end of the epoch, as a metric; 0 without loss scaling.
-
-    It is 1 if steps are only skipped, with `skip_nonfinite=True` for example.
-    """
+    "The loss scale at the end of the epoch, as a metric; 0 without loss scaling."
     @property
     def value(self) -> float:
         scale = getattr(self.cb, 'scale', None) or 0

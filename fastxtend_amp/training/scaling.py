@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compat import around_backward
-from ..learners import gradient_params, largest_gradient
+from ..learners import gradient_params
 from .buffers import Buffers
 from .early_changes import EarlyChanges
-from .low_scale import LowScale
+from .low_scale import LowScale, largest_gradient
 from .steps import DeviceStep, HostStep, skips_on_device
 
 if TYPE_CHECKING: from .callback import MixedPrecision
@@ -47,8 +47,8 @@ _IN_STEP = Gradients.IN_STEP, Gradients.IN_PASS
 class Scaling:
     """The loss scaling of one fit.
 
-    Gradients that an earlier fit has accumulated are scaled at the start. Those that this fit leaves are unscaled at
-    its end, or zeroed if it failed after its first batch began, and if one is not finite.
+    Gradients that an earlier fit has accumulated are scaled at the start. At the end those that are left are unscaled;
+    they are zeroed if one is not finite, or if the fit failed after its first batch began.
     """
     def __init__(self, scaler: Any, cb: MixedPrecision, device: torch.device): # `scaler`: a `GradScaler`
         state = scaler.state_dict()
@@ -78,7 +78,7 @@ class Scaling:
         self._multiply()
         self.gradients = Gradients.SCALED
 
-    def scale_loss(self, loss: Any) -> Any: # A tensor; before a step also several
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         "Return the loss (fp32) times the scale. During a step gradients are scaled while its backward pass runs."
         if self.gradients not in _IN_STEP:
             self.start()
@@ -104,7 +104,7 @@ class Scaling:
         if self.gradients is not Gradients.SCALED or not (params := gradient_params(self.learn.opt)): return
         if self.early_changes: self.early_changes.warn()
         self.early_changes = None
-        is_low = self.history.known_scale < self.low_scale.threshold     # which the host mends
+        is_low = self.history.known_scale < self.low_scale.threshold     # the host raises such a scale
         if not is_low and skips_on_device(self.learn.opt, params): self.step = DeviceStep(self.learn.opt.opt)
         self.gradients = Gradients.IN_STEP
         self._divide(params)
@@ -130,7 +130,7 @@ class Scaling:
             return
         self._end_step()
         step = self.step
-        self.buffers.remember(step.found_inf)
+        self.buffers.update(step.found_inf)
         self.history.add(step.found_inf, self.scaler._scale.to(self.device, copy=True))
         if step.host_skips or step.largest is not None: self.low_scale.raise_scale(step.largest)
 
@@ -151,7 +151,7 @@ class Scaling:
         failed &= self.has_begun                                 # until then they are those of an earlier fit
         if self.gradients is Gradients.SCALED: self.unscale()
         if failed or self.step.found_inf:
-            self.buffers.remember(True)
+            self.buffers.update(True)
             self.learn.opt.zero_grad()
         self.cancel()
         if self.before_lr_find:

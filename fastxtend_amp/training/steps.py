@@ -14,7 +14,7 @@ from .optimizers import FUSED
 
 class HostStep:
     "A step that the host skips if a gradient is not finite. To know that, it synchronizes."
-    largest: float | None = None                                 # gradient, of a good step at a low scale
+    largest: float | None = None                                 # gradient, if the step is good and the scale low
     def __init__(self, found_inf: bool = False): self.found_inf = self.host_skips = found_inf
 
     def decide(self, flags: list[torch.Tensor]) -> None: # 1 where a backward pass found NaN or inf on a device

@@ -202,8 +202,8 @@ class OnDevice(FailureWatcher):
 
     def before_batch(self):
         super().before_batch()
-        if self.seen:
-            self.seen.on_cpu = False
+        if self.observations:
+            self.observations.on_cpu = False
 
 
 @pytest.mark.parametrize('name, cases', [('', FAILS), ('_on_device', ON_DEVICE), ('_several_processes', SEVERAL)])
