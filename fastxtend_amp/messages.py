@@ -69,10 +69,11 @@ def warn_user(message: str, once_for: Any = None) -> None: # A learner, model or
         said = _said.setdefault(once_for, set())
         if message in said: return
         said.add(message)
-    frame, level = inspect.currentframe(), 1
-    while frame and not is_users(frame):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    frame: Any = inspect.currentframe()
+    while frame.f_back and not is_users(frame): frame = frame.f_back
+    # Not `warn`, which would leave out the same words at the same line: a fit in a loop fails again.
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno,
+                           frame.f_globals.get('__name__'))
 
 
 def first_line(error: BaseException) -> str:

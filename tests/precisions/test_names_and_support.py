@@ -1,5 +1,7 @@
 "Names of precisions, messages where a device does not support one, and precisions as classes."
 
+import math, warnings
+
 import pytest, torch
 from fastai.callback import fp16
 from fastai.data.core import DataLoaders
@@ -74,6 +76,14 @@ def test_emulation_warns_once_at_the_users_line(monkeypatch):
         lambda: (learn.fit(1), learn.validate(), learn.to_bf16().fit(1), learn.to_fp16().fit(1)), 'emulated'
     )
     assert told(learner().to_fp16().validate, 'emulated')  # as slow as in a fit
+
+
+def test_each_fit_of_a_loop_warns():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('default')  # which shows equal words at one line once
+        for _ in range(2):
+            learner(loss_func=lambda p, y: (p - y).square().mean() * math.inf).to_bf16().fit(1)
+    assert [w.filename for w in caught if 'training failed' in str(w.message)] == [__file__] * 2
 
 
 def test_parameters_that_autocast_leaves_alone_are_named_once():
