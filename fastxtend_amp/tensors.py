@@ -31,8 +31,14 @@ def map_tensors(
     if isinstance(x, torch.Tensor): return f(x)
     def of_leaf(x: Any) -> Any: # A tensor, or a container that pytree does not know
         if isinstance(x, torch.Tensor): return f(x)
-        if not isinstance(x, dict): return type(x)([map_tensors(f, o) for o in x])
+        if isinstance(x, (tuple, list)):                         # whatever the constructor of its class needs
+            values = [map_tensors(f, o) for o in x]
+            new: Any = tuple.__new__(type(x), values) if isinstance(x, tuple) else list.__new__(type(x))
+            if isinstance(x, list): new.extend(values)
+            if hasattr(x, '__dict__'): vars(new).update(vars(x))
+            return new
         new = copy(x)
-        for key, value in x.items(): new[key] = map_tensors(f, value)
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        for key, value in items: new[key] = map_tensors(f, value)
         return new
     return tree_map_only((torch.Tensor, dict, list, tuple, L), of_leaf, x)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..compat import tree_leaves
 from ..learners import model_device
-from ..tensors import half_to_float, map_tensors
+from ..tensors import half_to_float, is_half, map_tensors
 
 
 class Forward:
@@ -70,7 +70,18 @@ class Fp32Forward(Forward):
     def run(self, *args, **kwargs) -> Any:
         if not self.active: return self.plain(*args, **kwargs)
         self.called = True
-        args, kwargs = map_tensors(half_to_float, (args, kwargs))
+        args = tuple(map(_in_fp32, args))
+        kwargs = {name: _in_fp32(x) for name, x in kwargs.items()}
         inputs = (t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         device_type = model_device(self.module, next(inputs, 'cpu')).type
         with torch.autocast(device_type, enabled=False): return self.plain(*args, **kwargs)
+
+
+def _in_fp32(x):
+    "Return `x` with its 16-bit tensors in fp32; without any, `x` itself, as the module may add to a list."
+    half = []
+    def convert(t):
+        if is_half(t): half.append(t)
+        return half_to_float(t)
+    new = map_tensors(convert, x)
+    return new if half else x

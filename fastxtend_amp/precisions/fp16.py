@@ -4,7 +4,6 @@ from operator import index
 from typing import Any, ClassVar
 
 import torch
-from fastai.learner import Learner
 from torch.amp import GradScaler
 
 from ..devices import facts
@@ -103,13 +102,6 @@ class FP16(Precision):
                                                   growth_interval, enabled)
         self.first_state = self.newest_scaler.state_dict()       # empty if it is not enabled
         self.first_scale = self.first_state.get('scale', 1.)
-
-    def prepare(self, learn: Learner) -> None:
-        names = [name for name, p in learn.model.named_parameters() if p.requires_grad and p.is_complex()]
-        if names and self.first_state:
-            raise ValueError(f"fp16 cannot scale gradients of complex parameters, such as '{names[0]}': PyTorch's "
-                             'GradScaler does not support them.\nUse `learn.to_bf16()`.')
-        super().prepare(learn)
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         "Return a scaler on `device` that continues from the newest state; a user's own scaler itself."

@@ -3,6 +3,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..learners import inner_optimizer, is_dtensor
 from ..messages import warn_user
@@ -32,7 +33,8 @@ def weights_to_fp32(
         if opt and p in opt.state: opt.state[p] = map_tensors(half_to_float, opt.state[p])
     for m in model.modules():                                    # as BatchNorm has its statistics in the same dtype
         if not set(half.values()).isdisjoint(m.parameters(recurse=False)):
-            for b in m.buffers(recurse=False): b.data = half_to_float(b.data)
+            # Those of `spectral_norm` are in a child.
+            for b in m.buffers(recurse=isinstance(m, ParametrizationList)): b.data = half_to_float(b.data)
     warn_user(f"{len(half):,} trainable 16-bit parameters, the first of them '{next(iter(half))}', were converted to "
               f'fp32, which needs {megabytes:,.3g} MB more: 16-bit weights would lose small updates.\nTo train with '
               "16-bit weights, where bf16 is native, use `opt_func=kahan('AdamW')` and "

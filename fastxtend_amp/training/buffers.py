@@ -19,10 +19,10 @@ class Buffers:
         self.owners: list[dict[str, Any]] = []                   # the buffers of each module that has some
         self.good: dict[Any, torch.Tensor] = {}                  # values by device, dtype and shape
 
-    def follow(self, model: nn.Module, loss_func: Any) -> None:
-        "From now on these are the buffers of `model`, and of a loss function that is a module, with their values."
-        loss_func = getattr(loss_func, 'func', loss_func)        # inside fastai's `BaseLoss`
-        parts = (part for part in (model, loss_func) if isinstance(part, nn.Module))
+    def follow(self, model: nn.Module, *loss_funcs: Any) -> None:
+        "From now on these are the buffers of `model`, and of loss functions that are modules, with their values."
+        inner = (getattr(f, 'func', f) for f in loss_funcs)      # inside fastai's `BaseLoss`
+        parts = dict.fromkeys(part for part in (model, *inner) if isinstance(part, nn.Module))
         self.owners = [m._buffers for part in parts for m in part.modules() if m._buffers]
         self.update()
 

@@ -30,6 +30,7 @@ class Fit(ExitStack):
         super().__init__()
         self.precision, self.learn = precision, learn = cb.precision, cb.learn
         self.device, self.trains = device, trains
+        self.loss_func = learn.loss_func                         # before MixUp puts another in its place
         precision.check_device(device)
         precision.check(learn.model)
         if trains:
@@ -58,7 +59,9 @@ class Fit(ExitStack):
         if old is None:
             precision.prepare(learn)                             # again: `before_fit` may have set model or optimizer
             for context in precision.around_training(learn): self.enter_context(context)
-        if self.scaling: self.scaling.buffers.follow(learn.model, learn.loss_func)
+        if self.scaling:
+            check_real(learn.model)
+            self.scaling.buffers.follow(learn.model, self.loss_func, learn.loss_func)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         "Run a backward pass of fastai's loop."
@@ -78,6 +81,15 @@ class Fit(ExitStack):
         try:
             if self.scaling: self.scaling.end(failed)
         finally: self.close()
+
+
+def check_real(model: nn.Module) -> None:
+    "Raise a `ValueError` if a trainable parameter is complex."
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    if not names: return
+    raise ValueError(f"Gradients of complex parameters, such as '{names[0]}', cannot be scaled, nor their steps "
+                     "skipped: PyTorch's GradScaler does not support them.\nUse `learn.to_bf16()`, without "
+                     "skip_nonfinite and on_overflow='fix'.")
 
 
 def check_parallel(precision: Precision, model: nn.Module) -> None:

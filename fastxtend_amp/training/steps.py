@@ -29,7 +29,7 @@ class HostStep:
 class DeviceStep:
     "A step of one of torch's fused optimizers, which has no effect if `found_inf` is 1. The host does not know that."
     host_skips, largest = False, None
-    found_inf: torch.Tensor                                      # 0-dim
+    found_inf = torch.zeros(())                                  # of the gradients; until `decide` unknown
     def __init__(self, optimizer: torch.optim.Optimizer): self.optimizer = optimizer
 
     def decide(self, flags: list[torch.Tensor]) -> None: # As in `HostStep`

@@ -117,6 +117,25 @@ def test_nested_inputs_keywords_and_exceptions():
         assert learn.model[1].seen == [FP32, FP32, False] and learn.model.after
 
 
+def test_what_a_module_adds_to_a_list_is_kept():
+    "As a router adds its loss."
+
+    class Router(nn.Linear):
+        def forward(self, x, losses):
+            out = super().forward(x)
+            losses.append(out.mean())
+            return out
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            self.losses = []
+            return self[1](self[0](x), self.losses)
+
+    learn = learner(Net(nn.Linear(6, 4), Router(4, 1))).to_bf16(fp32_modules='1')
+    learn.fit(1)
+    assert [t.dtype for t in learn.model.losses] == [FP32]
+
+
 def test_other_kinds_of_modules():
     "TorchScript's, lazy ones, one in two places, one with a parametrization, one with a forward on the instance."
     weight_norm, own = mlp(), mlp()

@@ -11,7 +11,7 @@ from torch import nn
 from fastxtend_amp import AMPMode, MixedPrecision, precision_support
 from fastxtend_amp.precisions import find_precision
 from fastxtend_amp.training.current import precision_callback
-from helpers import dataset, finite, is_outside_a_fit, learner, mlp, python, set_support, told
+from helpers import At, dataset, finite, is_outside_a_fit, learner, mlp, python, set_support, told
 
 FP16, BF16 = AMPMode.FP16, AMPMode.BF16
 
@@ -97,11 +97,18 @@ def test_parameters_that_autocast_leaves_alone_are_named_once():
 
     learn = learner(Complex()).to_bf16()
     assert len(told(lambda: (learn.fit(1), learn.fit(1)), "'phase' is torch.complex64")) == 1 and finite(learn)
-    words = "fp16 cannot scale gradients of complex parameters, such as 'phase'"
+    words = "Gradients of complex parameters, such as 'phase', cannot be scaled"
     verdict = learn.precision_report('fp16').verdicts['fp16']
     assert verdict.verdict == 'cannot run' and verdict.reason.startswith(words)
+    for options in (dict(skip_nonfinite=True), dict(on_overflow='fix')):
+        with pytest.raises(ValueError, match=words):
+            learn.to_bf16(**options).fit(1)
     with pytest.raises(ValueError, match=words):
         learn.to_fp16().fit(1)
+    learn.validate()
+    late = At('before_fit', lambda l: setattr(l, 'model', Complex()) or l.create_opt())
+    with pytest.raises(ValueError, match=words):
+        learner(cbs=late).to_fp16().fit(1)
 
 
 def test_a_device_that_is_missing_gets_no_advice_on_precisions(monkeypatch):

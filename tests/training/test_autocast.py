@@ -10,8 +10,9 @@ from fastai.torch_core import TensorImage
 from fastcore.basics import AttrDict, fastuple, noop
 from fastcore.foundation import L
 from torch import nn
+from torch.nn.utils import parametrizations
 
-from helpers import At, autocast_state, learner, mixed, mlp, params, same, told
+from helpers import At, autocast_state, finite, learner, mixed, mlp, params, same, told
 from rows import BF16, FP16, FP32, TO, differences, end_state, make, over_batches, process
 
 MODES = pytest.mark.parametrize('to', ['fp16', 'bf16'])
@@ -36,6 +37,21 @@ def test_what_runs_in_low_precision(to):
 
 
 Pair = namedtuple('Pair', 'a b')
+
+
+class Own(tuple):
+    def __new__(cls, values, more):
+        new = super().__new__(cls, values)
+        new.more = more
+        return new
+
+
+class OwnList(list):
+    def __init__(self, values, more):
+        super().__init__(values)
+        self.more = more
+
+
 PACKED = {  # how a prediction is packed, and the prediction in it
     'dict': (lambda y: dict(logits=y), lambda o: o['logits']),
     'ordered dict': (lambda y: OrderedDict(logits=y), lambda o: o['logits']),
@@ -44,6 +60,8 @@ PACKED = {  # how a prediction is packed, and the prediction in it
     'L': (lambda y: L(y, None), lambda o: o[0]),
     'fastuple': (lambda y: fastuple(y, None), lambda o: o[0]),
     'attributes': (lambda y: AttrDict(logits=[y]), lambda o: o.logits[0]),
+    'a tuple of its own': (lambda y: Own((y, None), 1), lambda o: o[0]),
+    'a list of its own': (lambda y: OwnList([y, None], 1), lambda o: o[0]),
     "torch's": (lambda y: y.max(1, keepdim=True), lambda o: o.values),
     "fastai's": (TensorImage, lambda o: o),
 }
@@ -61,7 +79,11 @@ def test_predictions_keep_their_structure(kind):
             return given[-1], *rest
 
     def loss(pred, targ):
-        assert type(pred[0]) is type(pack(targ)) and all(a is b for a, b in zip(pred[1:], rest, strict=True))
+        assert (
+            type(pred[0]) is type(pack(targ))
+            and getattr(pred[0], 'more', 0) == getattr(pack(targ), 'more', 0)
+            and all(a is b for a, b in zip(pred[1:], rest, strict=True))
+        )
         assert get(pred[0]).dtype == FP32 and get(given[-1]).dtype == BF16
         return nn.functional.mse_loss(get(pred[0]).as_subclass(torch.Tensor), targ)
 
@@ -139,6 +161,13 @@ def test_16_bit_parameters_that_are_trained_become_fp32(to, opt):
     assert not told(lambda: learn.fit(1), '16-bit')
     learn.to_fp32().fit(1)  # the frozen layer as well
     assert {p.dtype for p in params(learn)} == {FP32}
+
+
+def test_16_bit_buffers_of_a_parametrization():
+    model = mlp()
+    parametrizations.spectral_norm(model[0])
+    learn = learner(model.to(BF16)).to_bf16()
+    assert told(lambda: learn.fit(1), '16-bit') and finite(learn)
 
 
 def test_16_bit_parameters_in_a_loop_over_one_batch():

@@ -236,9 +236,15 @@ class Centred(nn.MSELoss):
         return super().forward(pred - self.centre, targ)
 
 
-@pytest.mark.parametrize('loss_func', [Centred, lambda: BaseLoss(Centred)], ids=['module', 'in BaseLoss'])
-def test_buffers_of_a_loss_function(loss_func):
-    learn = make('fp16', dls=batches({3}), loss_func=loss_func())
+@pytest.mark.parametrize('kind', ['module', 'in BaseLoss', 'exchanged', 'of a callback'])
+def test_buffers_of_a_loss_function(kind):
+    centred, exchanges = Centred(), []
+    if kind == 'exchanged':  # as MixUp does
+        exchanges = [At('before_train', lambda l: setattr(l, 'loss_func', l.loss_func.__call__))]
+    if kind == 'of a callback':
+        exchanges = [At('before_fit', lambda l: setattr(l, 'loss_func', centred))]
+    loss_func = {'in BaseLoss': BaseLoss(Centred), 'of a callback': nn.MSELoss()}.get(kind, centred)
+    learn = make('fp16', dls=batches({3}), loss_func=loss_func, cbs=exchanges)
     told(lambda: learn.fit(1))
     assert sum(learn.mixed_precision.skips) == 1 and finite(learn)
 
