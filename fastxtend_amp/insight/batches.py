@@ -76,7 +76,6 @@ def running_copy(
         modules = dict(qualified_names(copy.model))
         for name, forward in precision.simulated_forwards(copy.model).items():
             vars(modules[name])['forward'] = partial(forward, modules[name])
-        copy.scaler = torch.amp.GradScaler('cpu', enabled=False)   # callbacks may use one, in fp32 as well
         if in_batch:                                             # it is split, and callbacks have prepared it
             def split(batch): copy.iter, (copy.xb, copy.yb) = learn.iter, batch
             copy._split = split

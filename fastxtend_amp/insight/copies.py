@@ -67,8 +67,9 @@ def copied_learner(
             vars(new).clear()                                    # callbacks refer to the copy: free it without `gc`
 
 
-# Attributes of a copy; the learner's may have an open file, as CSVLogger's `logger` does.
-_SILENT = dict(scaler=None, logger=noop, save=noop, load=noop, export=noop, loaded_precision={})
+# Attributes of a copy. The learner's may have an open file, as CSVLogger's `logger` does; callbacks may use a scaler.
+_SILENT = dict(scaler=torch.amp.GradScaler('cpu', enabled=False), logger=noop, save=noop, load=noop, export=noop,
+               loaded_precision={})
 
 
 def _copy(learn, optimizer):

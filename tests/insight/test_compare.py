@@ -237,6 +237,12 @@ def test_rounds_alternate_and_none_always_follows_the_same():
     assert Costs.trained[:27] == forth + (forth + forth[::-1]) * 4  # after a warm-up
 
 
+def test_a_callback_that_uses_the_scaler_runs_in_fp32_as_well():
+    own = lambda l: l.scaler.scale(l.loss_grad).backward(retain_graph=True)
+    learn = learner(cbs=InStep('before_backward', own, 5)).to_fp16(init_scale=1024.0)
+    assert learn.compare_precision('bf16', n_steps=4, n_seeds=0).losses['fp32']
+
+
 def test_the_peak_of_an_accelerator_is_what_a_step_adds(monkeypatch):
     "Replaces PyTorch's counters, as this test has no accelerator."
     allocated = lambda device, peak=False: 7e6 if peak else 5e6
