@@ -145,6 +145,7 @@ class FailureWatcher(Watcher):
         advice = ("Evaluate in fp32: `with learn.precision_as('fp32')`. If that is finite, "
                   '`learn.precision_report(dl=learn.dls.valid)` names modules to keep in fp32.')
         if far := observed.divergence(learn): advice = f'The run diverges: {far}. Lower the learning rate first.'
+        if self.cb.on_overflow == 'fix': advice += " `on_overflow='fix'` mends only training."
         observed.said_validation = True
         self._warn_or_raise(f'{self.cb.fit.precision.name}: a loss or a prediction in validation is NaN or inf.\n'
                             f'{advice}')

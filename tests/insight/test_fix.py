@@ -331,6 +331,6 @@ def test_the_report_that_a_failed_validation_advises_names_the_module():
     masked = Act(lambda h: torch.cat([h, torch.full_like(h, -math.inf)], 1))
     learn = learner(nn.Sequential(Large(100), masked), loss_func=lambda p, y: F.mse_loss(p[:, :1], y))
     (warning,) = told(learn.to_fp16(init_scale=256.0, on_overflow='fix', fp32_modules='0.head').validate)
-    assert '`learn.precision_report(dl=learn.dls.valid)`' in warning
+    assert '`learn.precision_report(dl=learn.dls.valid)`' in warning and 'mends only training' in warning
     verdict = learn.precision_report('fp16', dl=learn.dls.valid).verdicts['fp16']
     assert verdict.modules == ['0'] and verdict.verdict == 'keep modules in fp32'
