@@ -59,12 +59,12 @@ def not_finite_data(batch: object) -> str: # 'the batch itself is not finite: 1 
 
 def harm(
     run: Recording,
-    headroom: float = CLOSE, # Below the largest number of the precision; with less, values are close to it
+    certain: bool = False, # Whether to leave out what may do no harm
 ) -> dict[str, str]: # By module, in execution order; for an error all modules of the type that raised it
     "Return which modules 16 bits harm in the forward pass, and how."
     if run.raised: return _failing(run)
     return {m.name: fault + _undone_cast(m, run.precision) for m in run.modules.values()
-            if (fault := _fault(m, run.precision, headroom))}
+            if (fault := _fault(m, run.precision, certain))}
 
 
 def _undone_cast(m, precision):
@@ -72,17 +72,17 @@ def _undone_cast(m, precision):
             f'{NO_AUTOCAST} before it keeps it in fp32' if m.undone_line else '')
 
 
-def _fault(m, precision, headroom):
+def _fault(m, precision, certain):
     "Describe the worst that 16 bits do to a module: NaN, inf or nearly, then what rounding loses; '' for nothing."
     name, where, limit = precision.name, named(m.name), torch.finfo(precision.dtype).max
     size = m.largest if m.failed else m.largest_half
-    is_close = size * headroom > limit and not covers(precision.fp32_modules or (), m.name)
+    is_close = size * (1. if certain else CLOSE) > limit and not covers(precision.fp32_modules or (), m.name)
     if m.failed and size <= limit:
         return f'a value in {where} is NaN or inf in {name}, but finite in fp32' + (f': {m.lost}' if m.lost else '')
     if m.failed or is_close:
         above = 'above' if size > limit else 'close to'
         return f"values in {where} reach {size:,.3g}, {above} {name}'s {limit:,.5g}"
-    if m.lost and abs(m.lost_to) < 2:
+    if m.lost and abs(m.lost_to) < 2 and not certain:
         return f'{m.lost}, so it does not keep values in {where} away from {m.lost_to:g}'
     if m.shows_merged: return f'{m.merged} become the same number in {where} in {name}'
     if m.name == LOSS: return ''                                 # what an error in it does, the gradient shows

@@ -74,6 +74,7 @@ def gradient_distance(
                 except torch.OutOfMemoryError: raise
                 except Exception as e:                           # a recording has run this operator in fp32
                     distance.raised = first_line(e)
+                    distance.only_in_fp32.append(batch)
                     return distance
                 if not torch.equal(torch.get_rng_state(), drawn):        # CPUs do, for noise in 16 bits
                     raise ValueError('the model draws other random numbers in 16 bits than in fp32')

@@ -86,13 +86,14 @@ class Judge:
             self.sentences = [self._about_modules(run)]
             if harmed or run.raised or run.not_finite:
                 if self._try_next(run, harmed): continue
-                # Values that are only close to the maximum need not be moved.
-                is_harmless = not (run.raised or run.not_finite == 'loss' or harm(run, headroom=1.))
+                # Values that are only close to the maximum, and constants that are lost, may do no harm.
+                is_harmless = not (run.raised or run.not_finite == 'loss' or harm(run, certain=True))
                 if is_harmless and self._lower_scale(run): continue
                 if run.not_finite or not is_harmless: return self._nothing_helps(run)
             scales, init_scale = self._scale_range(run)
-            distance = self._distance(self.keep, init_scale)
-            if distance.raised:
+            distance, seen = self._distance(self.keep, init_scale), self.sample.batches
+            other = [batch for batch in distance.only_in_fp32 if all(batch is not s for s in seen)]
+            if distance.raised and not other:
                 self.sentences = [f'the model does not run in {self.cls.name}: {distance.raised}']
                 return self._verdict('cannot run')
             ratio = distance.ratio                               # nan if it is unknown
@@ -100,8 +101,6 @@ class Judge:
             elif ratio >= 0:
                 self.sentences.append(f'rounding shifts the mean gradient by {ratio:.2g} standard errors ({_FAR} or '
                                       'more may matter)')
-            seen = self.sample.batches
-            other = [batch for batch in distance.only_in_fp32 if all(batch is not s for s in seen)]
             if not other: return self._conclude(run, scales, init_scale, ratio)
             self._begin(replace(self.sample, batches=[*seen, other[0]]))
         self.sentences = [self.sample.fault]
@@ -216,7 +215,7 @@ class Judge:
     def _distance(self, keep, init_scale):
         "Return how far the precision moves the mean gradient; its `ratio` is nan if that is unknown."
         if not self.batches: return GradientDistance(math.nan)
-        self.before_run(self.cls.name, 'gradients were compared')
+        self.before_run(self.cls.name, 'it was known what helps' if self.distance else 'gradients were compared')
         precision = Choice.for_learner(self.learn, self.cls, keep, init_scale or self.present_scale).precision
         try: distance = gradient_distance(self.learn, self.batches, precision)
         # Two copies may not fit into memory; the verdict on the modules stands, and a note says what is unknown.
@@ -228,25 +227,26 @@ class Judge:
         "Return the verdict of a run in which nothing is flagged, with what was found on the way."
         verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if self.keep: verdict = 'keep modules in fp32'
-        far = ratio >= _FAR
-        if far: verdict = 'gradient differs'
-        if far and not self._nearer(run, init_scale): following = f"learn.compare_precision('{self.cls.name}')"
-        else: following = Choice.for_learner(self.learn, self.cls, self.keep, init_scale)
+        if far := ratio >= _FAR:
+            verdict = 'gradient differs'
+            self._move_nearer(run, init_scale)
+        following = Choice.for_learner(self.learn, self.cls, self.keep, init_scale)
+        if far and not self.keep: following = f"learn.compare_precision('{self.cls.name}')"
         return self._verdict(verdict, next=following, modules=self.keep, scale_range=scales, init_scale=init_scale,
                              prediction_error=prediction_error(run))
 
-    def _nearer(self, run, init_scale):
-        "Keep modules that in fp32 bring the mean gradient near to that in fp32; return whether there are some."
+    def _move_nearer(self, run, init_scale):
+        "Keep modules that in fp32 bring the mean gradient near to that in fp32, if there are some."
         def helps(names): return self._distance([*self.keep, *names], init_scale).ratio < _NEAR
         tried = self._can_be_tried(run)
         names = few_that_help(tried, helps)
-        words = some(map(named, names)) or 'no module that was tried'
-        if len(tried) > 1 and all(covers(names, name) for name in tried): names, words = [], 'only all modules'
-        self.sentences.append(f'with {words} in fp32, it is below {_NEAR}. This is a warning sign, not a proof: some '
-                              'such models train as well as in fp32')
+        words = f'with {some(map(named, names))} in fp32, it is below' if names else 'no module that was tried makes it'
+        if len(tried) > 1 and all(covers(names, name) for name in tried):
+            names, words = [], 'with only all modules in fp32, it is below'
+        self.sentences.append(f'{words} {_NEAR}. This is a warning sign, not a proof: some such models train as well '
+                              'as in fp32')
         self.reasons |= dict.fromkeys(names, '')                 # they are flagged as well
         self._keep(names)
-        return bool(names)
 
 
 def few_that_help(names: list[str], helps: Callable) -> list[str]:

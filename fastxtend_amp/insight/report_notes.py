@@ -95,8 +95,8 @@ def _gradients(sample, judges):
     distances = {name: judge.distance for name, judge in judges.items() if judge.distance}
     for name, distance in distances.items():
         if n := len(distance.only_in_fp32):
-            yield (f'{name}: in {n} of {distance.n + n} batches a gradient was NaN or inf at first, so modules were '
-                   'judged on one of these batches as well.')
+            yield (f'{name}: in {n} of {distance.n + n} batches only fp32 gave finite gradients at first, so modules '
+                   'were judged on one of these batches as well.')
         if distance.unknown: yield f'{name}: gradients were not compared with fp32: {distance.unknown}.'
     again = next((distance.losses[:1] for distance in distances.values()), [])
     for loss, other in zip(sample.reference.losses, again):

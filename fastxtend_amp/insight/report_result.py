@@ -64,7 +64,7 @@ class PrecisionReport(Shown):
     | `precision`, `module`, `type`, `flagged` | '(model)' is the model's own `forward` |
     | `format` | the precision, or 'fp32' if no result is 16-bit |
     | `largest` | largest absolute value in fp32, without likely attention masks |
-    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input |
+    | `headroom` | largest number of the precision, divided by the largest 16-bit result or input (below 1: overflow) |
     | `error` | relative error of the module's own arithmetic |
     | `grad` | largest absolute gradient of its outputs and parameters, in fp32, unscaled |
     | `underflow` | share of these gradients that become 0 in the precision, despite the loss scale |
@@ -99,7 +99,8 @@ class PrecisionReport(Shown):
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
         ax.invert_yaxis()
         titles = [f'{v.precision}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
-        ax.figure.suptitle('\n'.join(titles), wrap=True)
+        ax.figure.suptitle('\n'.join(titles).replace('$', r'\$'), wrap=True)     # it is no mathematics
+        for label in ax.get_yticklabels(): label.set_parse_math(False)
         return ax
 
     def _parts(self):

@@ -23,8 +23,12 @@ def tensors_in(
 def n_items(
     batch: object,
 ) -> int: # 1 without a tensor that has a length
-    "Return the number of items of a batch: the length of its first tensor."
-    return next((len(t) for t in tensors_in(batch) if t.ndim), 1)
+    """Return the number of items of a batch: the length of its first tensor.
+
+    A target that is a tensor comes first, as inputs may begin with time.
+    """
+    targets = batch[-1:] if isinstance(batch, (tuple, list)) and torch.is_tensor(batch[-1]) else ()
+    return next((len(t) for t in tensors_in((targets, batch)) if t.ndim), 1)
 
 
 def readable(x: object) -> list[torch.Tensor]:

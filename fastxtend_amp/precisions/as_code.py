@@ -12,6 +12,7 @@ def as_code(arguments: dict[str, Any]) -> str:
 
 
 def _value(value: Any, name: str) -> str:
+    if isinstance(value, str): return repr(value)                # may have a '<' in it
     if isinstance(value, (list, tuple, set, L)): return f"[{', '.join(_value(v, name) for v in value)}]"
     if isinstance(value, type):
         is_torchs = getattr(nn, value.__name__, None) is value

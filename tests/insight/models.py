@@ -279,3 +279,11 @@ class InNumPy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g
+
+
+def far_from_0(offset=1000.0):
+    "A layer's values around 1,000, from which the next one subtracts 1,000: bf16 rounds them to multiples of 4."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), Act(lambda h: (h - offset).tanh()), nn.Linear(32, 1))
+    nn.init.constant_(model[0].bias, offset)
+    return model

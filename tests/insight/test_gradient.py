@@ -11,7 +11,7 @@ from fastxtend_amp.insight.choices import Choice
 from fastxtend_amp.insight.gradient import gradient_distance
 from fastxtend_amp.precisions import find_precision
 from helpers import Data, dataset, learner, loaders, mlp
-from models import Act, InStep, Scales
+from models import Act, InStep, Scales, far_from_0
 
 
 class KeyPoint(nn.Module):
@@ -34,14 +34,6 @@ def spots(n=32):
     at = torch.stack(torch.meshgrid(torch.arange(n) / n, torch.arange(n) / n, indexing='ij'))
     data = Data(torch.exp(-((at - xy[:, :, None, None]) ** 2).sum(1, keepdim=True) * 300), xy)
     return loaders(bs=8, train=data, valid=data)
-
-
-def far_from_0(offset=1000.0):
-    "A layer's values around 1,000, from which the next one subtracts 1,000: bf16 rounds them to multiples of 4."
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 32), Act(lambda h: (h - offset).tanh()), nn.Linear(32, 1))
-    nn.init.constant_(model[0].bias, offset)
-    return model
 
 
 def by_hand(model, dls, dtype, n=6):
@@ -112,19 +104,30 @@ def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_t
     assert kept.verdict == 'safe so far' and kept.call == verdict.call
 
 
-def test_what_only_all_modules_in_fp32_would_change_has_to_be_trained_to_know():
-    class Far(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = far_from_0()[0], far_from_0()[0]
+class Far(nn.Module):
+    def __init__(self, *lost):
+        super().__init__()
+        self.a, self.b, self.lost = far_from_0()[0], far_from_0()[0], nn.ModuleList(lost)
 
-        def forward(self, x):
-            return sum((layer(x) - 1000).tanh() for layer in (self.a, self.b)).mean(1, keepdim=True)
+    def forward(self, x):
+        h = sum((layer(x) - 1000).tanh() for layer in (self.a, self.b)).mean(1, keepdim=True)
+        return h + sum(m(self.a(x) - 1004).mean() for m in self.lost)
 
-    for model in (Far(), nn.Sequential(Far())):  # a module around all of them is no help either
-        verdict = learner(model).precision_report('bf16').verdicts['bf16']
-        assert verdict.verdict == 'gradient differs' and 'with only all modules in fp32' in verdict.reason
-        assert verdict.call == "learn.compare_precision('bf16')" and not verdict.modules
+
+@pytest.mark.parametrize(
+    'make, kept',
+    [
+        (Far, []),
+        (lambda: nn.Sequential(Far()), []),
+        (lambda: Far(Act(lambda h: h.tanh().clamp(-0.9999, 0.98).atanh())), ['lost.0']),
+    ],
+)
+def test_what_only_all_modules_in_fp32_would_change_has_to_be_trained_to_know(make, kept):
+    "A module around all of them is no help either; those that are kept for another reason are in the call."
+    verdict = learner(make()).precision_report('bf16').verdicts['bf16']
+    assert verdict.verdict == 'gradient differs' and 'with only all modules in fp32' in verdict.reason
+    call = f'learn.to_bf16(fp32_modules={kept})' if kept else "learn.compare_precision('bf16')"
+    assert verdict.call == call and verdict.modules == kept
 
 
 def test_a_key_point_head_is_safe_at_first_and_not_late_in_training():

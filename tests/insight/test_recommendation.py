@@ -219,7 +219,7 @@ def test_a_precision_has_the_arguments_of_the_learners_own_that_it_accepts(own, 
     call = Choice.for_learner(learn, find_precision(name))
     assert str(call) == written
     call.apply(learn)
-    assert own_precision(learn) == call.precision
+    assert repr(own_precision(learn)) == repr(call.precision)
 
 
 def test_the_advised_loss_scale_replaces_that_of_the_learner():
@@ -257,3 +257,4 @@ def test_depthwise_and_grouped_convolutions():
     call = "learn.to_bf16(fp32_modules=[is_depthwise, nn.LayerNorm, Embedding, 'a'])"
     assert repr(BF16(fp32_modules=[is_depthwise, nn.LayerNorm, own, 'a'])) == call
     assert repr(BF16(fp32_modules=partial(is_depthwise))) == 'learn.to_bf16(fp32_modules=fp32_modules)'
+    assert repr(BF16(fp32_modules=['<mask>'])) == "learn.to_bf16(fp32_modules=['<mask>'])"

@@ -13,7 +13,7 @@ from fastxtend_amp.insight.values import relative_error
 from fastxtend_amp.insight.report_result import PrecisionReport
 from fastxtend_amp.precisions import BF16
 from helpers import At, Attentive, Data, learner, loaders, mlp, set_support
-from models import SAFE, Act, Times, inner, large, layers, report_on, rows
+from models import SAFE, Act, Times, far_from_0, inner, large, layers, report_on, rows
 from states import blurred
 
 
@@ -154,6 +154,23 @@ def test_an_emulated_precision_makes_it_look_at_fewer_samples(monkeypatch):
     )
 
 
+def test_a_batch_that_begins_with_time_is_not_cut(monkeypatch):
+    set_support(monkeypatch, lambda name: 'emulated')
+    monkeypatch.setattr(room, 'EMULATED_WORK', 0.0)
+    sizes, last = set(), Act(lambda h: (sizes.add(h.shape), h[-1])[1])
+    dls = loaders(train=[(torch.randn(9, 4, 6), torch.randn(4, 1))] * 2, bs=None)
+    report = learner(nn.Sequential(nn.Linear(6, 1), last), dls).precision_report()
+    assert sizes == {(9, 4, 1)} and 'of 4 samples each' in str(report)
+
+
+def test_a_batch_of_pictures_has_as_many_samples_as_pictures():
+    "Each has its own number of boxes."
+    x, boxes = torch.randn(4, 6), [torch.randn(n, 4) for n in (2, 3, 1, 3)]
+    loss = lambda p, y: p.square().mean() + 0 * sum(b.sum() for b in y)
+    report = learner(dls=loaders(train=[(x, boxes)] * 2, bs=None), loss_func=loss).precision_report('bf16')
+    assert 'of 4 samples each' in str(report)
+
+
 # -- how it is shown
 
 
@@ -202,6 +219,9 @@ def test_time_that_is_over_leaves_what_is_known(clock):
     (fp16,) = learner(nn.Sequential(Attentive(), *slow[:2])).precision_report('fp16', max_seconds=7.0).verdicts.values()
     assert fp16.verdict == 'not known' and fp16.flagged == fp16.modules == ['0.attn'], fp16
     assert re.fullmatch(r"values in '0.attn' reach .* was reached before (it was known what helps)", fp16.reason)
+    far = nn.Sequential(far_from_0(), *slow[:2])
+    (bf16,) = learner(far).precision_report('bf16', max_seconds=30.0).verdicts.values()
+    assert re.search('standard errors .* reached before it was known what helps', bf16.reason), bf16
     report = learn.precision_report(max_seconds=5.0)
     assert {v.verdict for v in report.verdicts.values()} == {'not known'} and not len(report.table) and report.plot()
     again = learn.precision_report('fp16', max_seconds=5.0, device='cuda').verdicts['fp16'].call

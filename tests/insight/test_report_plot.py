@@ -1,11 +1,14 @@
 "The report's figure: its markers agree with the table."
 
+from collections import OrderedDict
+
 import matplotlib.pyplot as plt
 import pytest, torch
 from matplotlib.colors import to_hex
 from torch import nn
 
 from helpers import Attentive, learner
+from models import Act
 
 
 def many():
@@ -16,12 +19,20 @@ def many():
     return nn.Sequential(*layers, nn.Linear(6, 1))
 
 
+def priced():
+    "A name that matplotlib would read as mathematics."
+    torch.manual_seed(0)
+    loud = {'$^{$': Act(lambda h: h * 1e6 / 1e6)}
+    return nn.Sequential(OrderedDict(first=nn.Linear(6, 6), **loud, last=nn.Linear(6, 1)))
+
+
 @pytest.mark.parametrize(
     'make, kept, precisions, title, lines',
     [
         (Attentive, None, ('bf16', 'fp16'), 'bf16: safe so far\nfp16: keep attn in fp32', [65504, 2**-14]),
         (Attentive, 'attn', 'fp16', 'fp16: safe so far', [65504, 2**-14]),
         (many, None, 'bf16', 'bf16: safe so far', []),  # which has the range of fp32
+        (priced, None, 'fp16', r'fp16: keep \$^{\$ in fp32', [65504, 2**-14]),
     ],
 )
 def test_what_is_drawn(make, kept, precisions, title, lines):
@@ -36,4 +47,5 @@ def test_what_is_drawn(make, kept, precisions, title, lines):
     hollow = {n for n, color in zip(names, dots.get_facecolors()) if not color[3]}
     assert hollow == {*rows.index[rows['format'] == 'fp32']} & {*names} and ('attn' in hollow) == (kept == 'attn')
     assert ax.figure._suptitle.get_text() == title and [l.get_xdata()[0] for l in ax.get_lines()] == lines
+    ax.figure.canvas.draw()
     plt.close('all')

@@ -92,6 +92,24 @@ def attends(mask):
     return f
 
 
+def distances(h):
+    "The gradient of `clamp` is 0 where its constant is lost."
+    products = h @ h.T
+    squares = products.diag()
+    return torch.sqrt((squares[:, None] + squares - 2 * products).clamp(min=1e-12)).mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize('device', (None, 'cuda'), ids=('cpu rules', 'cuda rules'))
+def test_a_lost_constant_that_does_no_harm_is_named_where_no_module_can_be_kept(device):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return distances(super().forward(x))
+
+    verdict = report_on(Net(6, 8), 'fp16', device).verdicts['fp16']
+    assert verdict.verdict == SAFE and verdict.flagged == ['(model)'] and not verdict.modules, verdict
+    assert re.search(rf'1e-12 is 0 in fp16 \(`clamp`, {LINE}\)', verdict.reason)
+
+
 def beside_nothing(h):
     STEPS.to(h.dtype)[:0].clone()
     return h + h[:0].clone().sum()
