@@ -7,14 +7,14 @@ WORDS = {
     'start': {
         'Installation and devices': 'install, Windows, Intel Mac, requirements, Python version, '
                                     'minimum PyTorch version, fastai version, conda, pip install, '
-                                    'without CUDA, telemetry, Jupyter, ipykernel, kernel',
+                                    'without CUDA, no kernel image, telemetry, Jupyter, ipykernel, kernel',
         'Import it last': 'torch.jit.script is deprecated, import order',
         'Does it work on my device?': 'supported platforms, macOS, fastxtend_amp_check, report a bug, issue, '
                                       'tested on GPU',
         'Which call for which GPU or other device?':
             'MacBook, XPU, Intel GPU, Intel Arc, which GPU, GPU, old GPU, '
             'which number format, T4, V100, P100, GTX, A100, H100, RTX 2080, RTX 3060, '
-            'RTX 3080, RTX 3090, '
+            'RTX 3080, RTX 3090, GeForce, '
             'RTX 4090, RTX 5090, AMD, ROCm, Apple Silicon, Mac, M1, M2, M3, MPS, GTX 1080, '
             'supports FP8, supports TF32, supports bf16, use bf16, RTX bf16, bf16 on T4, bf16 on V100',
         'On a CPU': 'laptop without GPU, AMX, Ryzen, Intel Core',
@@ -33,7 +33,7 @@ WORDS = {
                            'my loss is NaN, not a number, NaN loss, loss NaN fp16, training failed, NaN, infinite, '
                            'loss becomes infinite, learning rate finder fails, lr_find fails, '
                            'inf, overflow, IndexError, lr_find NaN, lr_find error, index 0 is out of bounds, '
-                           'TerminateOnNaNCallback, early stopping NaN, 1e-8, eps, epsilon, pow',
+                           'validation loss NaN, TerminateOnNaNCallback, early stopping NaN, 1e-8, eps, epsilon, pow',
         'The loss does not fall': 'training got stuck, loss not decreasing, loss stuck, does not learn, '
                                   'stuck at chance level, '
                                   'silent overflow',
@@ -51,8 +51,9 @@ WORDS = {
                                             'bf16 memory, increase batch size, memory usage larger with fp16',
         'RuntimeError: expected scalar type Half but found Float':
             'expected scalar type, expected m1 and m2 to have the same dtype, autograd.Function, '
-            'mat1 and mat2, Input dtypes must be the same, both vectors to have same dtype, dtype mismatch, '
-            'Input type, torch.cuda.HalfTensor, model.half, Unexpected floating ScalarType',
+            'mat1 and mat2, RNN input dtype, Unexpected floating ScalarType, Input dtypes must be the same, '
+            'both vectors to have same dtype, dtype mismatch, '
+            'Input type, torch.cuda.HalfTensor, model.half',
         'ValueError: Attempting to unscale FP16 gradients': 'Attempting to unscale FP16 gradients, unscale error, '
                                                              'checkpoint in fp16, trainable parameters were 16-bit',
         'RuntimeError: could not create a primitive descriptor':
@@ -60,10 +61,8 @@ WORDS = {
         'RuntimeError: value cannot be converted to type c10::Half without overflow': 'masked_fill, padding mask',
         'RuntimeError: ... are unsafe to autocast': 'unsafe to autocast, BCELoss, binary_cross_entropy',
         "RuntimeError: view size is not compatible with input tensor's size and stride": 'view size is not compatible',
-        "UnboundLocalError: ... 'res'": "UnboundLocalError, load_learner fails, 'dict' object has no attribute 'dls'",
-        "NotImplementedError: cannot instantiate 'PosixPath' on your system": 'PosixPath, WindowsPath',
-        'CUDA error: no kernel image is available': 'no kernel image',
-        'Warning: a loss or a prediction in validation is NaN or inf': 'validation loss NaN',
+        "UnboundLocalError: ... 'res'": "UnboundLocalError, load_learner fails, 'dict' object has no attribute 'dls', "
+                                        'PosixPath, WindowsPath',
         'Which callbacks run in a report, comparison or diagnosis?': 'MixUp, CutMix, trackers'},
     'coming_from': {'Coming from another library': 'migrate from PyTorch amp, apex, plain PyTorch amp, torch.cuda.amp',
                     'fastai 2': 'to_native_fp16, uninstall, is it safe, '
@@ -72,7 +71,7 @@ WORDS = {
                     'Lightning and Fabric': '16-mixed, bf16-mixed, bf16-true, lr_scheduler, self.log',
                     'Side by side': 'compare with Accelerate, Fabric, Lightning'},
     'api_methods': {'Shared arguments': 'FloatingPointError, max_skips, growth_interval, GradScaler growth interval, '
-                                        'GradScaler, grad_scaler, init_scale, disable loss scaling, '
+                                        'grad_scaler, init_scale, disable loss scaling, '
                                         'turn off loss scaling, NaN gradients, skip_nonfinite'},
     'operators': {'What autocast runs in which dtype': 'autocast operators, operator list, which operators'},
     'api_callback': {'MixedPrecision': "learn.mixed_precision.scale, 'NoneType' object has no attribute 'scale', "
@@ -82,7 +81,7 @@ WORDS = {
     'contributing': {'Contributing': 'contribute, licence, license, run the tests',
                      'A precision of your own': 'write your own precision, custom precision',
                      'To add ...': 'new precision, new device'},
-    '01_tutorial': {'Train': 'first run',
+    '01_tutorial': {'Train': 'first run, is it on',
                     'Which precision is fastest?': 'benchmark my model, fastest precision, measure, is bf16 worth it, '
                                               'is bf16 faster on my machine',
                     'Which module breaks?': 'which layer overflows, debug overflow, headroom, plot report',
@@ -102,8 +101,7 @@ WORDS = {
                    'What is not guaranteed': 'LBFGS, double model, float64, closure, '
                                              'two optimizers, second optimizer, limits, limitations, not supported, '
                                              'No module named fastxtend_amp',
-                   'What is tested': 'applications, accuracy, final accuracy, accuracy worse than fp32, '
-                                     'accuracy drop'},
+                   'What is tested': 'applications, accuracy, final accuracy'},
     'evidence': {'Speed on CPUs': 'benchmarks, benchmark, is bf16 faster on CPU, overhead per batch',
                  'Speed on GPUs, measured by others': 'GPU speed-up, how much faster, '
                                                       'how much faster will training get, '
@@ -122,17 +120,19 @@ WORDS = {
         'Any PyTorch model: a loop, Lightning, the Trainer':
             'LightningModule, report without a learner, underflow_overflow, Trainer, Hugging Face Trainer, '
             'accelerator.prepare, fabric.setup, plain PyTorch, own training loop',
-        'Train as the report says': '16-true',
+        'Train as the report says': '16-mixed without fastai',
         'Modules in fp32': 'fp32 module without a learner',
-        'The loss scale': 'GradScalerKwargs',
-        'If the loss becomes NaN later': 'NaN in my own loop, NaN after some epochs',
+        'The loss scale': 'GradScalerKwargs, GradScaler',
+        'If training is worse than in fp32': '16-true, accuracy worse, accuracy worse than fp32, accuracy drop, '
+                                            'bf16 accuracy',
+        'If the loss becomes NaN later': 'Lightning NaN, NaN in my own loop, NaN after some epochs',
         "A LightningModule's own training_step": 'training_step, compute_loss'},
     'recipes': {
         'Recipes': 'early stopping, EarlyStoppingCallback, lr_find, learning rate finder, freeze, '
                    'unfreeze layers, unet, U-Net, segmentation, tabular, GAN, '
                    'tta, fine_tune',
         'Keep modules in fp32':
-            'do not use, custom loss, focal loss, loss function, multi-label, '
+            'do not use, custom loss, Dice, focal loss, loss function, multi-label, '
             'fp32_modules, matches no module, turn off mixed precision for one layer, one layer, '
             'exclude a layer from fp16, '
             'exclude layers, keep layer in fp32, disable autocast for part of model, '
@@ -141,7 +141,7 @@ WORDS = {
             'keep batchnorm fp32',
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad, clip grad norm',
         'Fix overflows while training': 'on_overflow',
-        'Report on a laptop, train on Colab or Kaggle': 'Colab, Kaggle, Kaggle T4, train on Colab',
+        'Report on a laptop, train on a GPU': 'Colab, Kaggle, Kaggle T4, train on Colab, unet_learner',
         'Get the batch that failed': 'bad batch, which batch, find the batch',
         'Inference, and turning mixed precision off':
             'inference, undo, switch off, disable, '
@@ -154,7 +154,7 @@ WORDS = {
                                               'Cannot pickle closed files',
         'Weights & Biases (wandb), MLflow': 'W&B, wandb, weights and biases, MLflow, wandb loss scale',
         'Gradient norms': 'gradient norm, grad norm',
-        'Hugging Face models': 'HuggingFace, Hugging Face, transformers, dict batch',
+        'Hugging Face models': 'HuggingFace, Hugging Face, transformers, dict batch, BERT, DeBERTa, collate_fn',
         'timm models, fused optimizers': 'timm, vision transformer, ResNet, CNN, fused optimizer, weight decay',
         'Text: AWD_LSTM, LSTM, GRU': 'LSTM, GRU, RNN, text, text classification, language model, NLP',
         'Averaged weights: EMA': 'EMA, averaged weights',
