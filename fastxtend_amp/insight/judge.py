@@ -240,7 +240,8 @@ class Judge:
         def helps(names): return self._distance([*self.keep, *names], init_scale).ratio < _NEAR
         tried = self._can_be_tried(run)
         names = few_that_help(tried, helps)
-        words = f'with {some(map(named, names))} in fp32, it is below' if names else 'no module that was tried makes it'
+        words = (f'with {some(map(named, names))} in fp32, it is below' if names else
+                 'no module that was tried in fp32 brings it below')
         if len(tried) > 1 and all(covers(names, name) for name in tried):
             names, words = [], 'with only all modules in fp32, it is below'
         self.sentences.append(f'{words} {_NEAR}. This is a warning sign, not a proof: some such models train as well '

@@ -18,7 +18,7 @@ from .values import is_plain, largest_value, n_nan_or_inf, tensors_in
 _WORK_PER_NUMBER = 100  # of a result, which is written and looked at; a floating-point operation is 1
 # Operators that only copy values, which are noted where they were computed.
 _COPIES = {'clone', '_to_copy', 'copy_', 'cat', 'stack', 'detach', 'lift_fresh'}
-# By the number that a constant becomes: how the names of operators begin whose results that changes.
+# Beginnings of names of operators whose results change where a constant becomes this number.
 _NEEDED_BY = {1: ('clamp',), 0: ('add', 'clamp'), math.inf: ('mul', 'where')}
 _CASTS = {'_to_copy', 'copy_', 'add', 'sub', 'mul', 'div'}       # operators that may cast whole numbers
 

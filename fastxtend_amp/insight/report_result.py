@@ -99,7 +99,7 @@ class PrecisionReport(Shown):
         ax.set(xscale='log', xlabel='largest absolute value in fp32; red: flagged, hollow: in fp32')
         ax.invert_yaxis()
         titles = [f'{v.precision}: {v.verdict}'.replace('modules', some(v.modules)) for v in self.verdicts.values()]
-        ax.figure.suptitle('\n'.join(titles).replace('$', r'\$'), wrap=True)     # it is no mathematics
+        ax.figure.suptitle('\n'.join(titles).replace('$', r'\$'), wrap=True)     # not mathematics
         for label in ax.get_yticklabels(): label.set_parse_math(False)
         return ax
 

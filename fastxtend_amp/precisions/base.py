@@ -78,7 +78,7 @@ class Precision:
         fp32_modules: Any = None, # Modules kept in fp32: names with wildcards ('head.*'), types, modules or predicates
     ):
         self.fp32_modules = fp32_modules
-        matchers_of(fp32_modules, 'fp32_modules')                   # raises `TypeError`
+        matchers_of(fp32_modules, 'fp32_modules')                # raises `TypeError`
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def replaced_forwards(modules: dict[str, nn.Module], cls: type[Forward]) -> Iter
 
 class Fp32Forward(Forward):
     "The forward of `module` with autocast off, and with 16-bit inputs as fp32."
-    called = False # In this fit
+    called = False # Whether it ran in this fit
 
     def run(self, *args, **kwargs) -> Any:
         if not self.active: return self.plain(*args, **kwargs)

@@ -92,7 +92,7 @@ class FP8(BF16):
         super().__init__(fp32_modules=fp32_modules, skip_nonfinite=skip_nonfinite)
         check_integer(0, min_size=min_size)
         self.modules, self.min_size = modules, min_size
-        matchers_of(modules, 'modules')                             # raises `TypeError`
+        matchers_of(modules, 'modules')                          # raises `TypeError`
 
     def check(self, model: nn.Module) -> None:
         try: import torchao.float8                               # noqa: F401  torchao 0.18 fails with torch 2.9
