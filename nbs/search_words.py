@@ -141,7 +141,7 @@ WORDS = {
             'keep batchnorm fp32',
         'Gradient accumulation and clipping': 'gradient clipping, gradient accumulation, clip_grad, clip grad norm',
         'Fix overflows while training': 'on_overflow',
-        'Report on a laptop, train on a GPU': 'Colab, Kaggle, Kaggle T4, train on Colab, unet_learner',
+        'Report on a laptop, train on Colab or Kaggle': 'Kaggle T4, train on a GPU, unet_learner',
         'Get the batch that failed': 'bad batch, which batch, find the batch',
         'Inference, and turning mixed precision off':
             'inference, undo, switch off, disable, '
