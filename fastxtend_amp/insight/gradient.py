@@ -44,11 +44,12 @@ def gradient_distance(
 
         g_k    gradient of batch k in fp32
         h_k    gradient of batch k in the precision
-        bias   |mean(h - g)|: what the precision adds to the mean gradient
+        shift  |mean(h - g)|: what rounding adds to the mean gradient, its random part included
         noise  rms(g - mean(g)) / sqrt(K): how uncertain the mean gradient is anyway, with K - 1 in the rms
-        ratio  bias / noise
+        ratio  shift / noise
 
-    A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss.
+    A ratio far below 1 is lost in the noise between batches; one far above 1 is the gradient of another loss. Rounding
+    that is only random makes the error of the mean gradient sqrt(1 + ratio**2) times as large.
 
     Raises `ValueError` if fewer than two batches give a gradient or all are equal, or if the model draws other random
     numbers in the precision, and any error of the model.

@@ -32,6 +32,9 @@ class Operation:
         self.name, self.inputs = self.traits.name, readable((args, kwargs))
         self.has_half = any(t.dtype in HALF for t in self.inputs)
         self.is_cast = self.name == '_to_copy' and kwargs.get('dtype') in HALF
+        # Fused attention draws only for its dropout, its one argument that is a float.
+        is_drawing = 'attention' not in self.name or any(type(a) is float and a for a in args)
+        self.draws = self.traits.draws and is_drawing
 
     def run(self, twin): # What it gives in fp32; None if that is the same
         "Run it, and keep what it gave."
@@ -72,7 +75,7 @@ class RunningModule:
             return twin.clone() if op.traits.writes else twin
 
         rounds = op.is_cast or op.has_half or self.twins.include(op.inputs)
-        if not self.precision.dtype or not rounds or op.traits.draws: return None
+        if not self.precision.dtype or not rounds or op.draws: return None
         # It fails for tensor subclasses without this operator, and for operators that exist only in 16 bits.
         with suppress(Exception), torch.no_grad():
             device = tensors_in(op.args)[0].device

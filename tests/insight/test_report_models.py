@@ -75,7 +75,7 @@ def fp8():
 
 
 def attends(h):
-    "Fused attention, which may draw random numbers, and so is not also run in fp32."
+    "Fused attention, whose operators may draw random numbers."
     h = h.view(-1, 1, 2, 4)
     return F.scaled_dot_product_attention(h, h, h).flatten(1)
 

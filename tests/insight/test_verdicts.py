@@ -6,6 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastxtend_amp.insight.operations import Operation
 from helpers import Attentive, Data, dataset, learner, linear, loaders, mlp, set_support
 from models import KEEP, SAFE, STEPS, Act, Force, InNumPy, NeedsFp32, Own, Times, cancels, checks, inner, large
 from models import layers, lora, loud_loss, loud_rms, over_sums, report_on, sqrt_gate, steps, trained, unit
@@ -14,6 +15,11 @@ from states import blurred
 
 OVERFLOWS = "reach .* above fp16's 65,504"
 LINE = r'\w+\.py:\d+'
+
+
+def fused(mask):
+    return lambda h: F.scaled_dot_product_attention(*[h.view(-1, 1, 4, 8)] * 3, mask).flatten(1)
+
 
 # Arithmetic that is flagged: precision, function, reason
 FLAGGED = {
@@ -53,7 +59,10 @@ FLAGGED = {
     'by autocast': (
         'bf16', steps(lambda t, h: (t.float()[:, None] @ torch.ones(1, 1)).T.to(h.dtype)), 'become the same number',
     ),
-    'a cast that autocast undoes': (
+    'a fused mask, by autocast': (
+        'bf16', fused(torch.full((4, 4), torch.finfo(torch.float32).min)), 'the error of .* is 100%',
+    ),
+    'a cast, which autocast undoes': (
         'fp16', lambda h: ((h * 800).float() @ (h * 800).float().T / 800**2).softmax(-1) @ h,
         r'Autocast runs the product in \w+.py:\d+ in fp16, although its inputs are `.float\(\)`',
     ),
@@ -67,7 +76,7 @@ def test_arithmetic_that_is_flagged(name, device):
     "The module is kept in fp32, or the one before the model's own forward, which then computes in fp32."
     precision, f, words = FLAGGED[name]
     for make, kept, flagged in (inner, '1', '1'), (Own, 'a', '(model)'):
-        if make is Own and name in ('by autocast', 'a cast that autocast undoes'):
+        if make is Own and 'autocast' in name:
             break  # at its own product, whatever is in fp32
         report = report_on(make(f), precision, device)
         verdict = report.verdicts[precision]
@@ -108,6 +117,12 @@ def test_a_lost_constant_that_does_no_harm_is_named_where_no_module_can_be_kept(
     verdict = report_on(Net(6, 8), 'fp16', device).verdicts['fp16']
     assert verdict.verdict == SAFE and verdict.flagged == ['(model)'] and not verdict.modules, verdict
     assert re.search(rf'1e-12 is 0 in fp16 \(`clamp`, {LINE}\)', verdict.reason)
+
+
+def test_fused_attention_draws_only_for_dropout():
+    "Which a GPU has in the operator; a CPU computes it by others."
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert [Operation(op, (*[torch.ones(1)] * 3, p), {}).draws for p in (0.0, 0.1)] == [False, True]
 
 
 def beside_nothing(h):
