@@ -72,4 +72,4 @@ def test_an_export_says_that_it_is_in_fp32(tmp_path, capsys):
     learn.to_bf16()
     capsys.readouterr()
     learn.export('model.pkl')
-    assert capsys.readouterr().out.count('Exported in fp32. ') == 1
+    assert capsys.readouterr().out.count('Exported without ') == 1

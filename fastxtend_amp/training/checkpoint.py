@@ -2,7 +2,7 @@
 
 It is stored inside the optimizer's state: fastai loads a file with a third key as one without an optimizer. Importing
 this file wraps `Learner.save`, `Learner.load` and `TextLearner.load`, which give the optimizer another `state_dict` or
-`load_state_dict` for the call; and `Learner.export`, which then writes fp32.
+`load_state_dict` for the call; and `Learner.export`, which leaves out mixed precision.
 """
 import functools
 from collections.abc import Callable
@@ -101,7 +101,8 @@ def _export(original: Callable, self: Learner, *args: Any, **kwargs: Any) -> Non
     finally: vars(self).update(kept)
     if cb is None or rank_distrib(): return
     name, call = cb.precision.name, repr(cb.precision)
-    print(f'Exported in fp32. To predict in {name}, on a device that has it, call `{call}` after `load_learner`.')
+    print(f'Exported without mixed precision. To predict in {name}, on a device that has it, call `{call}` after '
+          '`load_learner`.')
 
 
 def _is_ours(x: Any) -> bool:
