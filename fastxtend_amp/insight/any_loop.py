@@ -30,7 +30,7 @@ _TUPLES = ('With `loss_func` each has to be a tuple or a list of inputs and a ta
 def precision_report(
     model: nn.Module, # Trains; modules in eval mode stay in it; trainable 16-bit weights and inputs count as fp32
     batches: Iterable = (), # Tuples of inputs and a target, or dicts of the model's arguments
-    loss_func: Callable | None = None, # Called with the output and the target; None for dicts
+    loss_func: Callable | None = None, # Gives a number, as a tensor, for output and target; None for dicts
     *,
     precisions: Any = ('bf16', 'fp16'), # One or more of 'bf16', 'fp16', 'fp8'
     n_batches: int = 1, # Batches to look at; gradients are compared on up to 6
