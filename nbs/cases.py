@@ -675,7 +675,7 @@ CASES = {
     **{name: of_timm(name, **kwargs) for name, kwargs in {
         'resnet18': {}, 'vit_tiny_patch16_224': {'img_size': 64}, 'convnext_atto': {}, 'mobilenetv3_small_100': {},
         'cait_xxs24_224': {'img_size': 64}, 'swinv2_cr_tiny_224': {'img_size': 64}, 'efficientvit_b0': {},
-        'csatv2': {}}.items()},
+        'csatv2': {}, 'mobilenetv2_050': {}, 'fbnetc_100': {}}.items()},
 }
 
 

@@ -9,6 +9,7 @@ The path of a verdict; each line uses some of those below it:
             operations.py  runs each operator a second time, in fp32 (twins.py)
             observers.py   note what is found, in the record of the module
         gradient.py        runs two copies, and compares their mean gradients
+        search.py          finds a few of many modules that together help
         evidence.py        reads the records: which modules 16 bits harm, and which loss scales work
     report_notes.py        what was seen besides the verdicts
     report_result.py       verdicts, tables, notes and plot

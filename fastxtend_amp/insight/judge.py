@@ -16,9 +16,12 @@ from .gradient import GradientDistance, gradient_distance
 from .recording import Recording
 from .report_result import Verdict
 from .sample import Sample
+from .search import few_that_help
 
 _NEAR = .25             # distance of the mean gradient that modules kept in fp32 should reach
-_FAR = .5               # distance from which models trained worse than in fp32
+_FAR = .5               # distance that matters, unless it is spread over many modules
+_CLEAR = 5.             # distance that matters even then; MobileNets have up to 2, and train
+_FEW = 4                # modules that may be kept in fp32 for it
 _NOT_FINITE = 'the loss or a gradient is not finite'
 
 
@@ -227,32 +230,26 @@ class Judge:
         "Return the verdict of a run in which nothing is flagged, with what was found on the way."
         verdict = 'safe with loss scaling' if scales and scales[0] > 1 else 'safe so far'
         if self.keep: verdict = 'keep modules in fp32'
-        if far := ratio >= _FAR:
-            verdict = 'gradient differs'
-            self._move_nearer(run, init_scale)
+        if ratio >= _FAR and (self._move_nearer(run, init_scale) or ratio >= _CLEAR): verdict = 'gradient differs'
         following = Choice.for_learner(self.learn, self.cls, self.keep, init_scale)
-        if far and not self.keep: following = f"learn.compare_precision('{self.cls.name}')"
+        if verdict == 'gradient differs' and not self.keep:
+            following = f"learn.compare_precision('{self.cls.name}')"
         return self._verdict(verdict, next=following, modules=self.keep, scale_range=scales, init_scale=init_scale,
                              prediction_error=prediction_error(run))
 
     def _move_nearer(self, run, init_scale):
-        "Keep modules that in fp32 bring the mean gradient near to that in fp32, if there are some."
+        "Keep modules that in fp32 bring the mean gradient near to that in fp32; return False if these are many."
         def helps(names): return self._distance([*self.keep, *names], init_scale).ratio < _NEAR
         tried = self._can_be_tried(run)
         names = few_that_help(tried, helps)
         words = (f'with {some(map(named, names))} in fp32, it is below' if names else
                  'no module that was tried in fp32 brings it below')
-        if len(tried) > 1 and all(covers(names, name) for name in tried):
-            names, words = [], 'with only all modules in fp32, it is below'
-        self.sentences.append(f'{words} {_NEAR}. This is a warning sign, not a proof: some such models train as well '
+        if is_spread := len(names) > _FEW:
+            names, words = [], 'in fp32, no small group of modules was found to bring it below'
+        elif len(tried) > 1 and all(covers(names, name) for name in tried):
+            names, words = [], 'only with all modules in fp32 is it below'
+        self.sentences.append(f'{words} {_NEAR}. This is a warning sign, not a proof: many such models train as well '
                               'as in fp32')
         self.reasons |= dict.fromkeys(names, '')                 # they are flagged as well
         self._keep(names)
-
-
-def few_that_help(names: list[str], helps: Callable) -> list[str]:
-    "Return few of `names` that help together, found by bisection; [] if all do not."
-    if not names or not helps(names): return []
-    if len(names) == 1: return names
-    half = len(names) // 2
-    return few_that_help(names[:half], helps) or few_that_help(names[half:], helps) or names
+        return not is_spread

@@ -14,28 +14,6 @@ from helpers import Data, dataset, learner, loaders, mlp
 from models import Act, InStep, Scales, far_from_0
 
 
-class KeyPoint(nn.Module):
-    "The expected position in a heat map."
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__()
-        self.a, self.b = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
-
-    def forward(self, x):
-        p, n = self.b(self.a(x).relu()).flatten(1).softmax(-1), x.shape[-1]
-        at = torch.arange(n * n, dtype=torch.float32)
-        return torch.stack([p @ (at // n), p @ (at % n)], 1) / n
-
-
-def spots(n=32):
-    "Six batches of pictures with a spot, and where it is."
-    xy = torch.rand(48, 2, generator=torch.Generator().manual_seed(0)) * 0.6 + 0.2
-    at = torch.stack(torch.meshgrid(torch.arange(n) / n, torch.arange(n) / n, indexing='ij'))
-    data = Data(torch.exp(-((at - xy[:, :, None, None]) ** 2).sum(1, keepdim=True) * 300), xy)
-    return loaders(bs=8, train=data, valid=data)
-
-
 def by_hand(model, dls, dtype, n=6):
     "The ratio, from all gradients at once and in fp64."
     grads = []
@@ -105,41 +83,46 @@ def test_what_adds_up_behind_modules_that_are_all_right_is_seen_and_the_module_t
 
 
 class Far(nn.Module):
-    def __init__(self, *lost):
+    def __init__(self, *lost, n=2):
         super().__init__()
-        self.a, self.b, self.lost = far_from_0()[0], far_from_0()[0], nn.ModuleList(lost)
+        self.far, self.lost = nn.ModuleList(far_from_0()[0] for _ in range(n)), nn.ModuleList(lost)
 
     def forward(self, x):
-        h = sum((layer(x) - 1000).tanh() for layer in (self.a, self.b)).mean(1, keepdim=True)
-        return h + sum(m(self.a(x) - 1004).mean() for m in self.lost)
+        h = sum((layer(x) - 1000).tanh() for layer in self.far).mean(1, keepdim=True)
+        return h + sum(m(self.far[0](x) - 1004).mean() for m in self.lost)
+
+
+class InOwnForward(Far):
+    def forward(self, x):
+        return (self.far[0](x) @ torch.eye(32) - 1000).tanh().mean(1, keepdim=True)
 
 
 @pytest.mark.parametrize(
-    'make, kept',
+    'make, kept, words',
     [
-        (Far, []),
-        (lambda: nn.Sequential(Far()), []),
-        (lambda: Far(Act(lambda h: h.tanh().clamp(-0.9999, 0.98).atanh())), ['lost.0']),
+        (Far, [], 'only with all modules in fp32 is it'),
+        (lambda: Far(Act(lambda h: h.tanh().clamp(-0.9999, 0.98).atanh())), ['lost.0'], 'only with all modules'),
+        (InOwnForward, [], 'no module that was tried in fp32 brings it'),
     ],
 )
-def test_what_only_all_modules_in_fp32_would_change_has_to_be_trained_to_know(make, kept):
-    "A module around all of them is no help either; those that are kept for another reason are in the call."
+def test_what_no_modules_or_only_all_would_change_has_to_be_trained_to_know(make, kept, words):
+    "Those that are kept for another reason are in the call."
     verdict = learner(make()).precision_report('bf16').verdicts['bf16']
-    assert verdict.verdict == 'gradient differs' and 'with only all modules in fp32' in verdict.reason
+    assert verdict.verdict == 'gradient differs' and words in verdict.reason
     call = f'learn.to_bf16(fp32_modules={kept})' if kept else "learn.compare_precision('bf16')"
     assert verdict.call == call and verdict.modules == kept
 
 
-def test_a_key_point_head_is_safe_at_first_and_not_late_in_training():
-    learn = learner(KeyPoint(), spots())
-    assert learn.precision_report('bf16').verdicts['bf16'].verdict == 'safe so far'
-    learn.fit(20, 0.02)
-    verdict = learn.precision_report('bf16').verdicts['bf16']
-    assert (
-        verdict.verdict == 'gradient differs'
-        and 'no module that was tried in fp32 brings it below 0.25.' in verdict.reason
-    )
-    assert verdict.call == "learn.compare_precision('bf16')"
+@pytest.mark.parametrize('n, spread, differs', [(6, 1.0, False), (6, 0.3, True), (4, 1.0, True)])
+def test_a_shift_that_is_spread_over_many_modules_is_a_verdict_only_if_it_is_large(n, spread, differs):
+    "Of 12 modules n are the cause; the more alike batches are, the more standard errors it is: 2, 6."
+    x, y = (t.repeat(6, 1) for t in dataset(4).tensors)
+    data = Data(x + dataset(seed=1).tensors[0] * spread, y)
+    model = nn.Sequential(Far(n=n), *[nn.Identity()] * (12 - n))
+    verdict = learner(model, loaders(train=data)).precision_report('bf16').verdicts['bf16']
+    assert (verdict.verdict == 'gradient differs') == differs
+    assert len(verdict.modules) == (n if n == 4 else 0)
+    assert ('no small group of modules was found' in verdict.reason) == (n > 4)
 
 
 @pytest.mark.parametrize(
