@@ -14,7 +14,7 @@ from fastxtend_amp.insight.choices import own_precision
 from fastxtend_amp.precisions import BF16
 from fastxtend_amp.training.current import precision_callback
 from helpers import OPTIMIZERS, At, Attentive, dataset, errors_of, learner, linear, loaders, mlp
-from models import Breaks, Costs, InStep, convs, fills
+from models import Act, Breaks, Costs, InStep, convs, fills, layers
 from states import ASK, shuffled
 
 LOW = ('bf16', 'fp16')  # named, as CPUs may emulate both
@@ -155,7 +155,7 @@ ERRORS = {
     'complex NaN': lambda: learner(with_phase(complex(NAN, 0))).precision_report(),
     'a fit that ends before it begins': lambda: learner(cbs=InStep('before_fit', ends)).precision_report(),
     'in a fit': lambda: learner().fit(1, cbs=At('after_epoch', lambda l: l.compare_precision())),
-    'fp32 fails': lambda: learner(nn.Linear(5, 1)).compare_precision(LOW),  # the data has six columns
+    'fp32 fails': lambda: learner(layers(Act(lambda h: h.missing))).compare_precision(LOW),
     'memory of a copy': lambda: learner(nn.Sequential(linear(), Huge())).precision_report(),
     'memory': lambda: learner(cbs=InStep('before_batch', out_of_memory)).compare_precision(LOW, n_steps=4),
 }
